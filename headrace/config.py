@@ -1,0 +1,214 @@
+"""Settings of `headrace serve`: one table from which flags, HEADRACE_* variables, the TOML file,
+`headrace config` and the docs are made. Frozen; every value knows where it came from.
+
+Order: flag, then environment, then TOML file, then default. An unknown key or a bad value raises
+`ConfigError` with key, value and source. `auto` values are resolved later, once, by whoever knows
+the facts (`Resolved` pairs a value with its reason).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import ConfigError
+
+ENV_PREFIX = "HEADRACE_"
+T = TypeVar("T")
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every setting with its default. `HELP` says what each one means."""
+
+    model: str = ""
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    served_model_name: str = ""
+    backend: Literal["auto", "fake", "cpu", "cuda"] = "auto"
+    engine: Literal["headrace", "naive"] = "headrace"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: Natural = 0
+    max_num_seqs: Positive = 64
+    max_num_batched_tokens: Positive = 512
+    block_size: Positive = 16
+    kv_blocks: Natural = 0
+    kv_memory: str = ""
+    prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority", "static"] = "fcfs"
+    max_wait_s: Seconds = 60.0
+    max_queue: Natural = 1024
+    overlap: Literal["auto", "on", "off"] = "auto"
+    api_workers: str = "auto"
+    api_key: str = ""
+    api_timeout_s: Seconds = 10.0
+    engine_timeout_s: Seconds = 10.0
+    shutdown_timeout_s: Seconds = 30.0
+    stall_timeout_s: Seconds = 60.0
+    keepalive_s: Annotated[float, Meta(gt=0)] = 15.0
+    max_body_bytes: Positive = 8 * 2**20
+    restart: bool = False
+    threads: Natural = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
+
+
+HELP: Mapping[str, str] = {
+    "model": "GGUF file, model folder, hf:owner/name, pypi:package; none = SmolLM2-135M-Instruct",
+    "host": "address to listen on",
+    "port": "port to listen on; 0 = any free one",
+    "served_model_name": "name in /v1/models and in requests; default: from the source",
+    "backend": "what computes: auto, fake (no model, deterministic), cpu, cuda",
+    "engine": "headrace, or naive: one transformers generate() at a time, the yardstick",
+    "dtype": "type of weights and activations; auto follows the checkpoint and the processor",
+    "load_format": "auto reads the checkpoint's weights; dummy draws random ones",
+    "max_model_len": "longest prompt + output in tokens; 0 = what the model and the KV cache allow",
+    "max_num_seqs": "sequences that run at once",
+    "max_num_batched_tokens": "tokens computed in one step, decodes first, the rest for prefill",
+    "block_size": "tokens in a KV block",
+    "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory",
+    "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory",
+    "prefix_caching": "reuse the KV of equal prompt prefixes",
+    "scheduling_policy": "fcfs, priority (lower = more urgent), or static batches (a baseline)",
+    "max_wait_s": "priority policy: a request that waited this long is admitted next",
+    "max_queue": "requests that may wait; one more gets 503 with Retry-After; 0 = no waiting",
+    "overlap": "plan step N+1 while step N runs",
+    "api_workers": "HTTP processes: a number, or auto",
+    "api_key": "when set, requests need `Authorization: Bearer KEY`; /health and /ready do not",
+    "api_timeout_s": "an HTTP process silent for this long loses its requests",
+    "engine_timeout_s": "an engine process silent for this long fails open streams",
+    "shutdown_timeout_s": "after SIGTERM, running streams have this long to end",
+    "stall_timeout_s": "a client that takes no bytes for this long is dropped",
+    "keepalive_s": "seconds of silence after which a stream gets a comment",
+    "max_body_bytes": "largest request body",
+    "restart": "start the engine again when it dies, instead of ending the server",
+    "threads": "compute threads of the cpu backend; 0 = all cores",
+    "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",
+    "log_level": "least severe message that is printed",
+    "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
+}
+assert set(HELP) == set(Settings.__struct_fields__), "every setting needs one help line"
+
+
+class Resolved(msgspec.Struct, Generic[T], frozen=True):
+    """A value that was `auto`, and why it is what it is."""
+
+    value: T
+    reason: str
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a setting's value came from, for `headrace config` and for error messages."""
+
+    kind: Literal["flag", "environment", "file", "default"]
+    name: str  # --port, HEADRACE_PORT, headrace.toml, or ""
+
+
+def flag_of(key: str) -> str:
+    """`max_num_seqs` -> `--max-num-seqs`."""
+    return "--" + key.replace("_", "-")
+
+
+def load(
+    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Path | None = None
+) -> tuple[Settings, dict[str, Source]]:
+    """Merge the layers and validate once.
+
+    `flags` holds only what the user gave. Returns the settings and the source of each.
+    Raises ConfigError naming key, value and source.
+    """
+    values: dict[str, Any] = {}
+    sources = {key: Source("default", "") for key in Settings.__struct_fields__}
+
+    def put(key: str, value: Any, kind: Literal["flag", "environment", "file"], name: str) -> None:
+        if key not in sources:
+            raise ConfigError(f"unknown setting {key!r} ({kind} {name})", param=key)
+        values[key], sources[key] = value, Source(kind, name)
+
+    for key, value in (_read_toml(file) if file else {}).items():
+        put(key.replace("-", "_"), value, "file", str(file))
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX):
+            put(name.removeprefix(ENV_PREFIX).lower(), _from_text(name, text), "environment", name)
+    for key, value in flags.items():
+        put(key, value, "flag", flag_of(key))
+    return _validate(values, sources), sources
+
+
+def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings:
+    for key, value in values.items():  # one at a time, so that the message can name the source
+        try:
+            msgspec.convert({key: value}, Settings)
+        except msgspec.ValidationError as error:
+            source = sources[key]
+            raise ConfigError(
+                f"{key} = {value!r} ({source.kind} {source.name}): {error}".split(" - at `")[0],
+                param=key,
+            ) from None
+    settings = msgspec.convert(values, Settings)
+    if settings.kv_blocks and settings.kv_memory:
+        raise ConfigError("kv_blocks and kv_memory exclude each other: set one", param="kv_blocks")
+    if settings.kv_memory:
+        parse_bytes(settings.kv_memory, "kv_memory")
+    if settings.api_workers != "auto" and not re.fullmatch(r"[1-9]\d*", settings.api_workers):
+        raise ConfigError(
+            f"api_workers = {settings.api_workers!r}: a number from 1, or auto", param="api_workers"
+        )
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens = {settings.max_num_batched_tokens} is below max_num_seqs = "
+            f"{settings.max_num_seqs}: a step must hold one token of every running sequence",
+            param="max_num_batched_tokens",
+        )
+    return settings
+
+
+def _from_text(name: str, text: str) -> Any:
+    """The value of an environment variable, by the type of the setting's default."""
+    default = getattr(_DEFAULTS, name.removeprefix(ENV_PREFIX).lower(), "")
+    readers: dict[type, Callable[[str], Any]] = {int: int, float: float, bool: _bool, str: str}
+    try:
+        return readers[type(default)](text)
+    except ValueError:
+        raise ConfigError(f"{name} = {text!r}: not a {type(default).__name__}") from None
+
+
+def _bool(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from None
+
+
+def parse_bytes(text: str, key: str) -> int:
+    """`4GiB`, `500MB`, `1048576` -> bytes. Raises ConfigError naming `key`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"{key} = {text!r}: a size such as 4GiB or 500MB", param=key)
+    number, unit, binary = match.groups()
+    power = " KMGT".index(unit.upper()) if unit else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+_DEFAULTS = Settings()

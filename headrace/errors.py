@@ -1,0 +1,163 @@
+"""The exception tree. Strangers (clients, files) get one of these; ourselves get asserts.
+
+    HeadraceError
+    ├── ClientError                 the caller's fault; do not retry unchanged
+    │   ├── InvalidRequest          400  invalid_request_error   (param names the field)
+    │   │   └── ContextTooLong      400  context_length_exceeded
+    │   ├── Unauthorized            401  invalid_api_key
+    │   ├── NotFound                404  model_not_found, or the code given
+    │   └── TooLarge                413  request_too_large
+    ├── Busy                        nobody's fault; retry after `retry_after_s`
+    │   ├── QueueFull               503  queue_full
+    │   └── ShuttingDown            503  shutting_down
+    ├── EngineError                 our fault; the request failed, the server may go on
+    │   ├── RequestFailed           500  request_failed    (this request alone: NaN logits, ...)
+    │   ├── EngineDead              503  engine_dead
+    │   └── NotReady                503  not_ready
+    └── SetupError                  the operator's fault: config, files, downloads; ends the start
+        ├── ConfigError             names the key, the value and where it came from
+        ├── ModelError              a model that cannot be found, read or run
+        └── DownloadError           offline, interrupted, or a checksum that does not match
+
+`api/errors.py` is the one place that turns a leaf into an HTTP response or, when the stream has
+begun, into an SSE error event. `code` is what travels in `messages.Done.error`.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of everything headrace raises on purpose."""
+
+    status = 500
+    code = "internal_error"
+    kind = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ClientError(HeadraceError):
+    """The request is wrong; sending it again unchanged fails again."""
+
+    status = 400
+    code = "invalid_request"
+    kind = "invalid_request_error"
+
+
+class InvalidRequest(ClientError):
+    """A field has a wrong type, value or combination; `param` names it."""
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt plus max_tokens do not fit; the message holds both numbers and the limit."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ClientError):
+    """No API key, or one that is not known."""
+
+    status = 401
+    code = "invalid_api_key"
+    kind = "authentication_error"
+
+
+class NotFound(ClientError):
+    """Unknown model or unknown route."""
+
+    status = 404
+    code = "model_not_found"
+    kind = "not_found_error"
+
+
+class TooLarge(ClientError):
+    """The body is over the size limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class Busy(HeadraceError):
+    """No room now; the same request may succeed after `retry_after_s`."""
+
+    status = 503
+    kind = "overloaded_error"
+    retry_after_s = 1
+
+
+class QueueFull(Busy):
+    """The waiting queue is at its limit."""
+
+    code = "queue_full"
+
+
+class ShuttingDown(Busy):
+    """The server is draining and admits nothing new."""
+
+    code = "shutting_down"
+
+
+class EngineError(HeadraceError):
+    """The fault is ours."""
+
+
+class RequestFailed(EngineError):
+    """This request alone failed (its logits were not finite, say); others go on."""
+
+    code = "request_failed"
+
+
+class EngineDead(EngineError):
+    """The engine process ended or stopped answering."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class NotReady(EngineError):
+    """The model is still loading."""
+
+    status = 503
+    code = "not_ready"
+
+
+class SetupError(HeadraceError):
+    """The operator must change something before the server can start."""
+
+    code = "setup_error"
+
+
+class ConfigError(SetupError):
+    """A setting is unknown or has a bad value."""
+
+    code = "config_error"
+
+
+class ModelError(SetupError):
+    """The model cannot be found, read or run."""
+
+    code = "model_error"
+
+
+class DownloadError(SetupError):
+    """A download failed, was cut, or does not match its checksum."""
+
+    code = "download_error"
+
+
+def _leaves(cls: type[HeadraceError]) -> list[type[HeadraceError]]:
+    below = cls.__subclasses__()
+    return [cls, *(leaf for sub in below for leaf in _leaves(sub))]
+
+
+def by_code(code: str, message: str) -> HeadraceError:
+    """The exception that `messages.Done.error` names; `RequestFailed` for an unknown code."""
+    for cls in _leaves(HeadraceError):
+        if cls.__dict__.get("code") == code:
+            return cls(message)
+    return RequestFailed(message)

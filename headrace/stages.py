@@ -1,0 +1,101 @@
+"""The eleven stages of a request, as data. Metrics, README and the layout test read it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One stage: where its code lives, the problem it solves, and the metric that shows it."""
+
+    number: int
+    name: str
+    phase: str  # ingest, compute or emit
+    modules: tuple[str, ...]  # files or folders under headrace/; empty = not built yet
+    problem: str
+    metric: str  # "" until its code exists
+
+
+STAGES = (
+    Stage(1, "Route", "ingest", (), "which server, and may it come in", ""),
+    Stage(
+        2,
+        "Prepare",
+        "ingest",
+        ("api/schemas.py", "api/prepare.py", "text/template.py"),
+        "refuse what is wrong, render the chat into one prompt",
+        "headrace_requests_total",
+    ),
+    Stage(
+        3,
+        "Tokenize",
+        "ingest",
+        ("text/tokenizer.py",),
+        "text to token ids, without blocking anyone else",
+        "headrace_tokenize_seconds",
+    ),
+    Stage(
+        4,
+        "Embed",
+        "compute",
+        ("models/layers.py",),
+        "token ids to vectors that know their position",
+        "",
+    ),
+    Stage(
+        5,
+        "Schedule",
+        "compute",
+        ("engine/scheduler.py", "engine/policy.py"),
+        "which sequences get how many tokens in this step",
+        "headrace_queue_seconds",
+    ),
+    Stage(
+        6,
+        "Prefill",
+        "compute",
+        ("runner/runner.py",),
+        "compute the prompt in chunks, reusing what is cached",
+        "headrace_prefill_seconds",
+    ),
+    Stage(
+        7,
+        "KV cache",
+        "compute",
+        ("kv",),
+        "keep keys and values in blocks that can be shared and reused",
+        "headrace_kv_blocks_used",
+    ),
+    Stage(
+        8,
+        "Attend",
+        "compute",
+        ("backends/cpu/attention.py",),
+        "read the keys and values of one sequence through its block table",
+        "",
+    ),
+    Stage(
+        9,
+        "Decode",
+        "compute",
+        ("runner/runner.py",),
+        "one token a step for every running sequence, in one batch",
+        "headrace_decode_seconds",
+    ),
+    Stage(
+        10,
+        "Sample",
+        "emit",
+        ("sampling",),
+        "logits to the next token, for each sequence on its own terms",
+        "headrace_generation_tokens_total",
+    ),
+    Stage(
+        11,
+        "Stream",
+        "emit",
+        ("text/detokenizer.py", "text/stops.py", "api/stream.py"),
+        "token ids to text that never breaks a character, to the socket",
+        "headrace_inter_token_seconds",
+    ),
+)
