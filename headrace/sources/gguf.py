@@ -93,7 +93,8 @@ class _Cursor:
 
     def _strings(self, n: int) -> list[str]:
         """The hot loop: 49k to 262k vocabulary entries."""
-        data, at, out = self.data, self.at, []
+        data, at = self.data, self.at
+        out: list[str] = []
         end, unpack, append = len(data), struct.Struct("<Q").unpack_from, out.append
         for _ in range(n):
             (size,) = unpack(data, at)
