@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 
 from headrace.engine.stats import EngineStats
-
 from headrace.messages import Abort, Done, End, Finish, Reason, Submit, TokenOut
 
 

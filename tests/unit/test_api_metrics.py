@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.engine.stats import EngineStats
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.engine.stats import EngineStats
 from headrace.observe.metrics import ApiMetrics, EngineMetrics, expose
 
 
