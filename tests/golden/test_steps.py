@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import tiny_model
-from stepping import GREEDY, Job, generate, plan, run
 
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Settings
@@ -21,6 +19,8 @@ from headrace.messages import Grow, Join, Output, Sampling, StepPlan
 from headrace.runner.build import load_runner
 from headrace.runner.runner import TorchRunner
 from headrace.sources.files import ModelFiles
+from tests.golden.reference import tiny_model
+from tests.golden.stepping import GREEDY, Job, generate, plan, run
 
 BLOCK = 8
 SETTINGS = Settings(dtype="float32", kv_blocks=128, max_num_seqs=24, block_size=BLOCK, threads=1)
