@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
+import struct
 import time
 
 from starlette.requests import Request
@@ -101,4 +103,7 @@ class Exchanges:
         log.warning("%s: the client took no bytes for %.1f s", exchange.request_id, stuck_s)
         exchange.sending_since_s = 0.0
         if exchange.transport is not None:
+            sock = exchange.transport.get_extra_info("socket")
+            if sock is not None:  # reset: the kernel drops what it still holds for this client
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             exchange.transport.abort()  # the disconnect then aborts the request in the engine
