@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,12 +84,16 @@ def running(server: Server) -> float:
     return server.metric("headrace_requests_running")
 
 
+def taken(server: Server, rows: int) -> bool:
+    return running(server) == rows
+
+
 def fill_rows(server: Server) -> list[socket.socket]:
     """Four long requests, one after the other: a burst would overflow the queue of two."""
     crowd = []
     for row in range(1, 5):
         crowd.append(send(server, LONG))
-        server.wait(lambda row=row: running(server) == row, "a row taken")
+        server.wait(partial(taken, server, row), "a row taken")
     return crowd
 
 
