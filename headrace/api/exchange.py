@@ -8,8 +8,10 @@ import logging
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from starlette.requests import Request
+from starlette.types import Send
 
 from headrace.engine.client import TokenStream
 from headrace.errors import HeadraceError
@@ -25,6 +27,7 @@ class Exchange:
         "detail",
         "error",
         "request_id",
+        "send",
         "sending_since_s",
         "sent_s",
         "status",
@@ -32,7 +35,10 @@ class Exchange:
         "transport",
     )
 
-    def __init__(self, request_id: str, transport: asyncio.Transport | None) -> None:
+    def __init__(
+        self, request_id: str, send: Send, transport: asyncio.Transport | None = None
+    ) -> None:
+        self.send = send  # the server's own
         self.request_id = request_id
         self.transport = transport  # None in an in-process test: nothing can get stuck there
         self.arrived_s = time.monotonic()
@@ -42,6 +48,13 @@ class Exchange:
         self.error: HeadraceError | None = None  # ended the stream after its start
         self.detail = ""  # for the access log: counts, never text
         self.tokens: TokenStream | None = None  # set while a stream may want keep-alives
+
+    async def write(self, data: bytes) -> None:
+        """One piece of a body that has begun, past the layers that only care for its start."""
+        self.sending_since_s = time.monotonic()
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        self.sending_since_s = 0.0
+        self.sent_s = time.monotonic()
 
 
 def exchange_of(request: Request) -> Exchange:
@@ -54,7 +67,10 @@ def exchange_of(request: Request) -> Exchange:
 class Exchanges:
     """All open exchanges of this process."""
 
-    def __init__(self, stall_timeout_s: float, keepalive_s: float) -> None:
+    def __init__(
+        self, stall_timeout_s: float, keepalive_s: float, on_sweep: Callable[[], None]
+    ) -> None:
+        self._on_sweep = on_sweep
         self.open: set[Exchange] = set()
         self._left = asyncio.Event()  # one was removed
         self._stall_timeout_s = stall_timeout_s
@@ -85,6 +101,7 @@ class Exchanges:
         """
         while True:
             await asyncio.sleep(self._period_s)
+            self._on_sweep()
             now_s = time.monotonic()
             for exchange in list(self.open):
                 since_s = exchange.sending_since_s

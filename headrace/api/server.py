@@ -80,13 +80,16 @@ def serve(
         settings, name, read_card(files), load_tokenizer(files), client, metrics, worker
     )
     client.on_done = service.on_done
-    exchanges = Exchanges(settings.stall_timeout_s, settings.keepalive_s)
+    exchanges = Exchanges(
+        settings.stall_timeout_s, settings.keepalive_s, metrics.inter_token_s.flush
+    )
     config = uvicorn.Config(
         create_app(service, exchanges),
         http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,
