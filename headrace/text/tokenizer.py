@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,17 +39,19 @@ class Tokenizer:
         self._inner = inner
         self._plain: tokenizers.Tokenizer | None = None  # as `inner`, blind to special tokens
         self._plain_lock = threading.Lock()
-        state = json.loads(inner.to_str())
-        added: list[dict[str, Any]] = state.get("added_tokens") or []
+        added: dict[int, tokenizers.AddedToken] = inner.get_added_tokens_decoder()
         self.bos_id = card.bos_id
         self.eos_ids = card.eos_ids
-        self.special_ids = frozenset(int(t["id"]) for t in added if t["special"])
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.prefix_ids = self._find_prefix(card)
         self.strip: Strip = "nothing"
         self.table: list[bytes] | None = None  # [id] -> bytes in the middle of a text
-        size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._tokens = [inner.id_to_token(i) for i in range(size)]
-        self._build_table(state.get("decoder"), {int(t["id"]): str(t["content"]) for t in added})
+        vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        self._tokens: list[str | None] = [None] * (1 + max(vocab.values(), default=-1))
+        for token, i in vocab.items():
+            self._tokens[i] = token
+        decoder = json.loads(inner.decoder.__getstate__()) if inner.decoder else None
+        self._build_table(decoder, {i: token.content for i, token in added.items()})
         self.texts = [
             _text_or_none(raw) for raw in self.table or list[bytes]()
         ]  # None: not whole characters
@@ -85,20 +87,18 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; unknown ids become nothing."""
-        if self.table is None:
-            known = [i for i in ids if 0 <= i < len(self._tokens)]
-            return str(self._inner.decode(known, skip_special_tokens=skip_special))
         shown = self.shown(ids, skip_special=skip_special)
-        raw = b"".join([self.first_bytes(i) if n == 0 else self.table[i]
-                        for n, i in enumerate(shown)])  # fmt: skip
-        return raw.decode("utf-8", errors="replace")
+        if self.table is None:
+            return str(self._inner.decode(shown, skip_special_tokens=False))
+        first = b"".join([self.first_bytes(i) for i in shown[:1]])
+        rest = b"".join([self.table[i] for i in shown[1:]])
+        return (first + rest).decode("utf-8", errors="replace")
 
-    def shown(self, ids: Sequence[int], *, skip_special: bool) -> list[int]:
-        """The ids that stand for text: with bytes, and not special if `skip_special`."""
-        assert self.table is not None, "only tokenizers with a byte table know"
-        table, size = self.table, len(self.table)
+    def shown(self, ids: Iterable[int], *, skip_special: bool) -> list[int]:
+        """The ids that stand for text: in use, and not special if `skip_special`."""
+        tokens, size = self._tokens, len(self._tokens)
         hidden = self.special_ids if skip_special else frozenset[int]()
-        return [i for i in ids if 0 <= i < size and table[i] and i not in hidden]
+        return [i for i in ids if 0 <= i < size and tokens[i] and i not in hidden]
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """The bytes that `token_id` adds in the middle of a text; b"" for an unused id."""
