@@ -65,6 +65,8 @@ def plot(series: Mapping[str, Sequence[Level]], stem: Path, *, title: str, cores
 
 
 def _lines(axis: Any, series: Mapping[str, Sequence[Level]], panel: Panel, *, log: bool) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     title, unit, value = panel
     for colour, (name, levels) in zip(COLOURS, series.items(), strict=False):
         points = [(x.concurrency, y) for x in levels if (y := value(x)) is not None]
@@ -72,7 +74,9 @@ def _lines(axis: Any, series: Mapping[str, Sequence[Level]], panel: Panel, *, lo
     _frame(axis, series, title, unit)
     if log:
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
     else:
         axis.set_ylim(bottom=0)
 

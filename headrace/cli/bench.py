@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headrace.bench.stats import Level
 from headrace.bench.workload import Workload
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineError
 
 
 class Levels(click.ParamType[tuple[int, ...]]):
@@ -106,7 +106,10 @@ def command(
             conditions=conditions(),
         )
 
-    report = asyncio.run(run())
+    try:
+        report = asyncio.run(run())
+    except EngineError as error:
+        raise click.ClickException(error.message) from None
     console.print(table(report.levels))
     for level in report.levels:
         for note in notes(level):

@@ -54,7 +54,7 @@ class ScriptedServer:
         self.requests: list[dict[str, Any]] = []
         self.heads: list[str] = []
         self.open = self.most_open = 0
-        self.cut = 0  # answers that the client did not take to the end
+        self.was_cut = asyncio.Event()  # a client did not take its answer to the end
         self.url = ""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +79,7 @@ class ScriptedServer:
                 else:
                     await asyncio.sleep(step)
         except ConnectionError:
-            self.cut += 1
+            self.was_cut.set()
         finally:
             self.open -= 1
             await self.close(writer)
