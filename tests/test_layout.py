@@ -34,11 +34,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE | {"models", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "api": BASE | {"text", "engine", "sources", "observe"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant"},
-    "llm": BASE | {"launch", "text", "engine", "sources"},
+    "params": {"errors"},
+    "progress": set(),
+    "llm": BASE | {"launch", "text", "engine", "sources", "params", "progress"},
     "launch": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
-    "__init__": {"llm"},
+    "__init__": {"llm", "params"},
 }
 NO_TORCH = {"gateway", "api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
 NO_TORCH |= {"config", "stages", "backends/fake", "backends/choose"}
