@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE | {"models", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "api": BASE | {"text", "engine", "sources", "observe"},
-    "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant"},
+    "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors"},
     "progress": set(),
     "llm": BASE | {"launch", "text", "engine", "sources", "params", "progress"},
