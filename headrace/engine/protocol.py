@@ -47,6 +47,8 @@ class Runner(Protocol):
 
         Changes: the device tables and KV blocks that the plan names, and nothing else.
         Needs: the plan's blocks are not written by any other live sequence.
+        Raises whatever broke the whole step. The engine then ends every sequence that owns a row,
+        and the next plan names all their rows in `leaves`, also rows that are already free.
         """
 
     def close(self) -> None:

@@ -1,0 +1,243 @@
+"""FakeRunner: the runner protocol without torch and without a model, deterministic, self-checking.
+
+Its "KV" is real enough to be wrong: every slot holds the token computed there and a 64-bit state
+that chains all tokens up to it, so that a wrong table, a stale block, a missing copy or a block
+that is reused too early changes what comes next (and with `verify` is found on the spot).
+
+Vocabulary of 259: ids 0..255 are bytes, 256 <|endoftext|>, 257 <|im_start|>, 258 <|im_end|>.
+`fake.model` says how a token follows from a state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
+from headrace.engine.protocol import Capacity
+from headrace.messages import Join, Output, StepPlan, StepResult
+
+MAX_IN_FLIGHT = 2
+
+
+class _Row:
+    """One device row: what a real runner keeps in device tables."""
+
+    __slots__ = ("acquired", "blocks", "join", "last", "root")
+
+    def __init__(self, join: Join, step: int) -> None:
+        self.join = join
+        self.blocks = list(join.tables[0])
+        self.acquired = dict.fromkeys(self.blocks, step)  # block -> step it came into this table
+        self.root = root(join.adapter)
+        self.last: int | None = None  # token last drawn into this row
+
+
+class FakeTicket:
+    """A step in flight."""
+
+    def __init__(self, runner: FakeRunner, plan: StepPlan, states: list[int]) -> None:
+        self.plan = plan
+        self.states = states  # [forward row] state after its last token
+        self.touched: set[int] = set()  # blocks that the step reads or writes
+        self.tokens: list[int] | None = None
+        self.ready_s = 0.0
+        self.busy_s = 0.0
+        self._runner = runner
+
+    def finish(self, masks: None = None) -> None:
+        """Draw. See `engine.protocol.Ticket`."""
+        assert masks is None, "the fake runner knows no grammar masks"
+        assert self.tokens is None, f"step {self.plan.step} is finished twice"
+        self.tokens = self._runner._draw(self)
+
+    def result(self) -> StepResult:
+        """The tokens, once the modelled time has passed. See `engine.protocol.Ticket`."""
+        assert self.tokens is not None, f"result of step {self.plan.step} before its finish"
+        self._runner._await(self)
+        return StepResult(self.plan.step, self.tokens, busy_s=self.busy_s)
+
+
+class FakeRunner:
+    """`kv_blocks` blocks of `block_size` tokens, `max_rows` rows; see the module.
+
+    `step_ms` + `token_ms` * tokens is the modelled time of a step: the device is busy that long,
+    one step after another, and `result` sleeps until it is done. `verify` re-reads the whole
+    context of every row and checks every block that is written; it costs O(context) a step.
+    `eos_ids`: the first is drawn about once in 200 tokens; empty means never.
+    """
+
+    def __init__(
+        self,
+        kv_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_model_len: int,
+        step_ms: float = 0.0,
+        token_ms: float = 0.0,
+        verify: bool = False,
+        eos_ids: Sequence[int] = (END_OF_TURN,),
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._capacity = Capacity([kv_blocks], block_size, max_rows, max_model_len, VOCAB_SIZE)
+        self._block_size = block_size
+        self._step_s, self._token_s = step_ms / 1000, token_ms / 1000
+        self._verify = verify
+        self._eos = eos_ids[0] if eos_ids else None
+        self._clock, self._sleep = clock, sleep
+        self._states: list[int | None] = [None] * (kv_blocks * block_size)  # [slot]
+        self._tokens = [-1] * (kv_blocks * block_size)  # [slot]
+        self._rows: dict[int, _Row] = {}
+        self._in_flight: deque[FakeTicket] = deque()
+        self._step = 0
+        self._free_s = 0.0  # when the device is done with all steps so far
+        self.closed = False
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it was built with."""
+        return self._capacity
+
+    @property
+    def rows_held(self) -> int:
+        """Device rows in use, as far as plans have told."""
+        return len(self._rows)
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        """Compute the forward pass. See `engine.protocol.Runner`."""
+        assert not self.closed, "launch on a closed runner"
+        assert len(self._in_flight) < MAX_IN_FLIGHT, "a third step in flight"
+        assert all(t.tokens is not None for t in self._in_flight), "launch before the last finish"
+        assert plan.step > self._step, f"step {plan.step} after step {self._step}"
+        self._step = plan.step
+        ticket = FakeTicket(self, plan, [])
+        self._update_tables(plan)
+        if self._verify:
+            self._check_fence(plan)
+        for source, target in plan.copies[0]:
+            self._copy(source, target)
+            ticket.touched |= {source, target}
+        unwritten = set(plan.unwritten)
+        for i in range(len(plan.rows)):
+            ticket.states.append(self._forward(plan, i, i not in unwritten))
+            end = plan.starts[i] + plan.counts[i]
+            blocks = self._rows[plan.rows[i]].blocks[: -(-end // self._block_size)]
+            ticket.touched.update(blocks)
+        self._in_flight.append(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Forget everything. See `engine.protocol.Runner`."""
+        assert not self._in_flight, "closed with a step in flight"
+        self.closed = True
+
+    # ------------------------------------------------------------ the step
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        for number in plan.leaves:
+            self._rows.pop(number, None)
+        for join in plan.joins:
+            assert 0 <= join.row < self._capacity.max_rows, f"row {join.row} does not exist"
+            assert join.row not in self._rows, f"row {join.row} is joined while it is held"
+            assert len(join.tables) == 1, "one KV group"
+            self._rows[join.row] = _Row(join, plan.step)
+        for grow in plan.grows:
+            row = self._rows[grow.row]
+            assert 0 <= grow.first <= len(row.blocks), "a hole in a block table"
+            row.blocks[grow.first : grow.first + len(grow.blocks)] = grow.blocks
+            row.acquired.update(dict.fromkeys(grow.blocks, plan.step))
+
+    def _copy(self, source: int, target: int) -> None:
+        size = self._block_size
+        a, b = source * size, target * size
+        self._states[b : b + size] = self._states[a : a + size]
+        self._tokens[b : b + size] = self._tokens[a : a + size]
+
+    def _forward(self, plan: StepPlan, i: int, writes: bool) -> int:
+        """Compute forward row i; returns the state after its last token."""
+        row, start, count = self._rows[plan.rows[i]], plan.starts[i], plan.counts[i]
+        assert plan.outputs[i] in (Output.NONE, Output.SAMPLE), f"output {plan.outputs[i]}"
+        assert count > 0, "a forward row without tokens"
+        assert start + count <= self._capacity.max_model_len, "past max_model_len"
+        ids = plan.ids[i]
+        if ids is None:
+            assert count == 1, "one drawn token"
+            assert row.last is not None, "no token was drawn into this row yet"
+            ids = [row.last]
+        assert len(ids) == count, f"{len(ids)} ids for {count} positions"
+        if self._verify:
+            self._check_chain(row, start)
+        state = row.root
+        if start > 0:
+            before = self._states[self._slot(row, start - 1)]
+            assert before is not None, f"position {start - 1} was never computed"
+            state = before
+        for position, token in enumerate(ids, start):
+            assert 0 <= token < VOCAB_SIZE, f"token id {token}"
+            state = advance(state, token)
+            slot = self._slot(row, position)
+            if writes:
+                self._states[slot], self._tokens[slot] = state, token
+            elif self._verify:
+                assert self._states[slot] == state, "unwritten, but the slot holds something else"
+        return state
+
+    def _slot(self, row: _Row, position: int) -> int:
+        block = row.blocks[position // self._block_size]
+        return block * self._block_size + position % self._block_size
+
+    def _draw(self, ticket: FakeTicket) -> list[int]:
+        plan = ticket.plan
+        tokens: list[int] = []
+        for source, target in zip(plan.draw_from, plan.draw_into, strict=True):
+            assert plan.outputs[source] == Output.SAMPLE, "a draw from a row without logits"
+            row = self._rows[target]
+            position = plan.starts[source] + plan.counts[source]
+            state, join = ticket.states[source], row.join
+            row.last = draw(state, join.sampling, join.choice, position, self._eos)
+            tokens.append(row.last)
+        ticket.busy_s = self._step_s + self._token_s * sum(plan.counts)
+        self._free_s = max(self._free_s, self._clock()) + ticket.busy_s
+        ticket.ready_s = self._free_s
+        return tokens
+
+    def _await(self, ticket: FakeTicket) -> None:
+        assert self._in_flight, "no step in flight"
+        oldest = self._in_flight.popleft()
+        assert oldest is ticket, f"result of {ticket.plan.step} before {oldest.plan.step}"
+        if ticket.busy_s > 0 and (wait_s := ticket.ready_s - self._clock()) > 0:
+            self._sleep(wait_s)
+
+    # ------------------------------------------------------------ verify
+
+    def _check_chain(self, row: _Row, end: int) -> None:
+        """Every slot of [0, end) follows from the one before it."""
+        state = row.root
+        for position in range(end):
+            slot = self._slot(row, position)
+            state = advance(state, self._tokens[slot])
+            assert self._states[slot] == state, f"position {position}: stale or foreign KV"
+
+    def _check_fence(self, plan: StepPlan) -> None:
+        """No block that is written belongs to others, or was theirs in a step still in flight.
+
+        Rows that take a block over in this very plan (forks of the row that fills it) may share it.
+        """
+        unwritten = set(plan.unwritten)
+        writers: dict[int, int] = {}  # block -> row
+        for i, number in enumerate(plan.rows):
+            row, start = self._rows[number], plan.starts[i]
+            last = (start + plan.counts[i] - 1) // self._block_size
+            for block in [] if i in unwritten else row.blocks[start // self._block_size : last + 1]:
+                assert writers.setdefault(block, number) == number, f"two rows write block {block}"
+                for ticket in self._in_flight:
+                    new = row.acquired[block] > ticket.plan.step
+                    fenced = not (new and block in ticket.touched)
+                    assert fenced, f"block {block} is reused while step {ticket.plan.step} runs"
+        for number, row in self._rows.items():
+            for block in row.blocks:
+                shared = writers.get(block, number) != number
+                old = shared and row.acquired[block] < plan.step
+                assert not old, f"block {block} is written while row {number} holds it"

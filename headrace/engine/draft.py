@@ -1,0 +1,137 @@
+"""Draft: one step while it is being planned. Flight: the step once planned, with who is in it."""
+
+from __future__ import annotations
+
+from headrace.engine.request import Sequence
+from headrace.kv.cache import Grant
+from headrace.messages import Grow, Join, Output, StepPlan
+
+
+class Flight:
+    """A plan and the sequences behind its columns; carried from launch to result.
+
+    The first len(decoders) forward rows and draws belong to `decoders`, one each; forward row
+    len(decoders) + i belongs to prefills[i], draw len(decoders) + j to drawers[j].
+    """
+
+    __slots__ = ("decoders", "drawers", "plan", "prefills")
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        decoders: list[Sequence],
+        prefills: list[Sequence],
+        drawers: list[Sequence],
+    ) -> None:
+        self.plan = plan
+        self.decoders = decoders
+        self.prefills = prefills
+        self.drawers = drawers
+
+
+class Draft:
+    """Columns under construction. Decode rows go in first, then `chunk` by `chunk`."""
+
+    __slots__ = (
+        "_copies",
+        "_counts",
+        "_draw_from",
+        "_draw_into",
+        "_drawers",
+        "_grows",
+        "_ids",
+        "_outputs",
+        "_prefills",
+        "_unwritten",
+        "budget_tokens",
+        "decoders",
+        "joins",
+        "rows",
+        "stalled",
+        "starts",
+    )
+
+    def __init__(self, budget_tokens: int) -> None:
+        self.budget_tokens = budget_tokens
+        self.stalled = False  # a running sequence found no memory
+        self.decoders: list[Sequence] = []
+        self.rows: list[int] = []
+        self.starts: list[int] = []
+        self.joins: list[Join] = []
+        self._prefills: list[Sequence] = []
+        self._drawers: list[Sequence] = []
+        self._grows: list[Grow] = []
+        self._copies: list[tuple[int, int]] = []
+        self._counts: list[int] = []
+        self._ids: list[list[int] | None] = []
+        self._outputs: list[int] = []
+        self._unwritten: list[int] = []
+        self._draw_from: list[int] = []
+        self._draw_into: list[int] = []
+
+    def join(self, sequence: Sequence) -> None:
+        """The sequence takes its device row."""
+        submit = sequence.request.submit
+        self.joins.append(
+            Join(
+                sequence.row,
+                submit.sampling,
+                sequence.choice,
+                [sequence.table.blocks.copy()],
+                submit.adapter,
+            )
+        )
+
+    def grow(self, row: int, grant: Grant) -> None:
+        """The row's table changed."""
+        self._grows.append(Grow(row, 0, grant.first, grant.blocks))
+        self._copies.extend(grant.copies)
+
+    def close_decodes(self) -> None:
+        """Fill the columns that are the same for every decode row: one token, one draw each."""
+        decodes = len(self.rows)
+        self.budget_tokens -= decodes
+        self._counts = [1] * decodes
+        self._ids = [None] * decodes
+        self._outputs = [Output.SAMPLE] * decodes
+        self._draw_from = list(range(decodes))
+        self._draw_into = self.rows.copy()
+
+    def chunk(self, sequence: Sequence, count: int, *, unwritten: bool, samples: bool) -> None:
+        """`count` known tokens of `sequence` from its `planned` on."""
+        start = sequence.planned
+        if unwritten:
+            self._unwritten.append(len(self.rows))
+        self.rows.append(sequence.row)
+        self.starts.append(start)
+        self._counts.append(count)
+        self._ids.append(sequence.tokens[start : start + count])
+        self._outputs.append(Output.SAMPLE if samples else Output.NONE)
+        self._prefills.append(sequence)
+        self.budget_tokens -= count
+
+    def draw(self, sequences: list[Sequence]) -> None:
+        """One draw for each, from the forward row added last."""
+        for sequence in sequences:
+            self._draw_from.append(len(self.rows) - 1)
+            self._draw_into.append(sequence.row)
+            self._drawers.append(sequence)
+
+    def close(self, step: int, leaves: list[int]) -> Flight:
+        """The finished step."""
+        plan = StepPlan(
+            step,
+            leaves,
+            self.joins,
+            self._grows,
+            [self._copies],
+            self.rows,
+            self.starts,
+            self._counts,
+            self._ids,
+            self._outputs,
+            self._unwritten,
+            self._draw_from,
+            self._draw_into,
+        )
+        return Flight(plan, self.decoders, self._prefills, self._drawers)

@@ -1,0 +1,181 @@
+"""Engine: plan, run, apply; in two loops that give the same tokens.
+
+plain     plan N, run N, apply N
+overlap   plan and launch N+1 while N runs, then apply N; `_in_flight` carries N to the next turn
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from headrace.config import Settings
+from headrace.engine.draft import Flight
+from headrace.engine.protocol import Runner, Ticket
+from headrace.engine.registry import Registry
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.stats import EngineStats, Tally
+from headrace.kv.cache import KVCache
+from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
+
+log = logging.getLogger(__name__)
+InFlight = tuple[Flight, Ticket]
+
+
+class Engine:
+    """Serves requests of several owners (API processes) on one runner.
+
+    Not thread-safe: one thread submits, aborts and turns. Whatever is submitted between two turns
+    is seen by the next one.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        kv: KVCache,
+        runner: Runner,
+        *,
+        overlap: bool,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[StepPlan, StepResult], None] | None = None,
+    ) -> None:
+        capacity = runner.capacity
+        assert capacity.kv_blocks == [kv.size], f"{kv.size} blocks, runner {capacity.kv_blocks}"
+        assert capacity.block_size == kv.block_size, "block sizes of cache and runner differ"
+        self.kv = kv
+        self.runner = runner
+        self._tally = Tally()
+        self.scheduler = Scheduler(settings, kv, capacity, self._tally)
+        self.registry = Registry(settings, kv, capacity, self.scheduler, self._tally)
+        self._clock = clock
+        self._on_step = on_step
+        self._step = self._step_overlap if overlap else self._step_plain
+        self._in_flight: deque[InFlight] = deque()  # plain: empty between turns; overlap: <= 1
+        self._broken_in_a_row = 0
+
+    def submit(self, owner: int, msg: Submit) -> None:
+        """Queue a request. What cannot run is answered by a Done in the next turn."""
+        self.registry.submit(owner, msg, self._clock())
+
+    def abort(self, owner: int, msg: Abort) -> None:
+        """End a request now, wherever it is; its End and Done come with the next turn."""
+        self.registry.abort(owner, msg.handle)
+
+    def finish(self, owner: int, msg: Finish) -> None:
+        """End one choice at a stop string; tokens past it that were sent do not count."""
+        self.registry.finish(owner, msg.handle, msg.choice, msg.n_tokens)
+
+    def drop_owner(self, owner: int) -> None:
+        """An API process is gone: its requests end, and nothing more is said to it."""
+        self.registry.drop_owner(owner)
+
+    @property
+    def has_work(self) -> bool:
+        """A turn would do or say something."""
+        return bool(self._in_flight or self.registry.outbox) or self.scheduler.has_work
+
+    def turn(self) -> dict[int, TokenOut]:
+        """One turn of the loop: owner -> what it is told. {} when there is nothing to say.
+
+        Raises what the runner raised if two steps in a row break.
+        """
+        self._step()
+        return self.registry.outbox.take()
+
+    def _step_plain(self) -> None:
+        if self._launch():
+            self._land()
+
+    def _step_overlap(self) -> None:
+        launched = self._launch()
+        if len(self._in_flight) > launched:
+            self._land()
+
+    def _launch(self) -> bool:
+        """Plan a step and start it. False if there is none to plan, or it broke."""
+        flight = self.scheduler.schedule(self._clock())
+        if flight is None:
+            stuck = not self._in_flight and self.scheduler.has_work
+            assert not stuck, "sequences wait or run, but no step can be planned"
+            return False
+        try:
+            ticket = self.runner.launch(flight.plan)
+            ticket.finish()
+        except Exception as error:
+            self._recover(flight, error)
+            return False
+        self._in_flight.append((flight, ticket))
+        return True
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight and apply it."""
+        flight, ticket = self._in_flight.popleft()
+        try:
+            result = ticket.result()
+        except Exception as error:
+            self._recover(flight, error)
+        else:
+            self._apply(flight, result)
+
+    def _apply(self, flight: Flight, result: StepResult) -> None:
+        self._broken_in_a_row = 0
+        self.registry.apply(flight, result, self._clock())
+        if self._on_step is not None:
+            self._on_step(flight.plan, result)
+
+    def _recover(self, broken: Flight, error: Exception) -> None:
+        """A step broke as a whole. Whoever owns a row fails; whoever waits is served after it.
+
+        Steps launched before the broken one are applied, those after it are only waited for.
+        Raises `error` if the step before it broke too: the runner cannot go on.
+        """
+        log.error("step %d broke", broken.plan.step, exc_info=error)
+        lost = [broken]
+        while self._in_flight:
+            flight, ticket = self._in_flight.popleft()
+            try:
+                result = ticket.result()
+            except Exception:
+                log.error("step %d broke with it", flight.plan.step, exc_info=True)
+                lost.append(flight)
+                continue
+            if flight.plan.step < broken.plan.step:
+                self._apply(flight, result)
+            else:
+                lost.append(flight)
+        self._broken_in_a_row += 1
+        if self._broken_in_a_row > 1:
+            raise error
+        self.registry.fail_running(f"the step failed: {error}")
+        self.scheduler.lost(lost)
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters at this moment."""
+        tally, kv = self._tally, self.kv
+        running = self.scheduler.resident_requests
+        return EngineStats(
+            running=running,
+            waiting=self.registry.live - running,
+            kv_blocks=kv.size,
+            kv_used=kv.used_blocks,
+            steps=tally.steps,
+            preemptions=tally.preemptions,
+            recomputed_tokens=tally.recomputed_tokens,
+            prompt_tokens=tally.prompt_tokens,
+            cached_tokens=tally.cached_tokens,
+            generation_tokens=tally.generation_tokens,
+            finished=dict(tally.finished),
+            started=tally.started,
+        )
+
+    def close(self) -> None:
+        """Wait for the steps in flight and free the device. Live requests hear nothing more."""
+        while self._in_flight:
+            _, ticket = self._in_flight.popleft()
+            try:
+                ticket.result()
+            except Exception:
+                log.warning("a step broke while the engine closed", exc_info=True)
+        self.runner.close()

@@ -1,0 +1,82 @@
+"""WaitQueue: sequences that wait for a row, best key first. O(log n), lazy removal that is bounded.
+
+Entries are not searched for: a sequence that leaves loses its ticket, and its entries are skipped
+when they surface, or swept out when they outnumber the live ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from headrace.engine.policy import Key
+from headrace.engine.request import Sequence
+
+SWEEP_AT = 64
+
+
+class Entry(NamedTuple):
+    """One stay in the queue. `number` is unique, so that sequences are never compared."""
+
+    key: Key
+    number: int
+    since_s: float
+    rows: int
+    sequence: Sequence
+
+
+class WaitQueue:
+    """The waiting sequences, in two orders: by key, and by the time they began to wait."""
+
+    __slots__ = ("_by_key", "_by_time", "_live", "_pushed", "rows")
+
+    def __init__(self) -> None:
+        self._by_key: list[Entry] = []
+        self._by_time: deque[Entry] = deque()
+        self._live = 0
+        self._pushed = 0
+        self.rows = 0  # device rows that all waiting sequences would take
+
+    def __len__(self) -> int:
+        return self._live
+
+    def push(self, sequence: Sequence, now: float) -> None:
+        """The sequence waits from `now` on. `now` never falls from call to call."""
+        assert sequence.ticket is None, "a sequence waits twice"
+        self._pushed += 1
+        entry = Entry(sequence.key, self._pushed, now, sequence.request.rows, sequence)
+        sequence.ticket = entry
+        heappush(self._by_key, entry)
+        self._by_time.append(entry)
+        self._live += 1
+        self.rows += entry.rows
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence waits no longer: admitted, or ended."""
+        entry: Entry = sequence.ticket
+        assert entry is not None, "a sequence that does not wait is removed from the queue"
+        sequence.ticket = None
+        self._live -= 1
+        self.rows -= entry.rows
+        if len(self._by_key) + len(self._by_time) > 4 * self._live + SWEEP_AT:
+            self._sweep()
+
+    def first(self) -> Sequence | None:
+        """The waiting sequence with the best key."""
+        heap = self._by_key
+        while heap and heap[0].sequence.ticket is not heap[0]:
+            heappop(heap)
+        return heap[0].sequence if heap else None
+
+    def oldest(self) -> tuple[Sequence, float] | None:
+        """The sequence that has waited longest, and since when."""
+        line = self._by_time
+        while line and line[0].sequence.ticket is not line[0]:
+            line.popleft()
+        return (line[0].sequence, line[0].since_s) if line else None
+
+    def _sweep(self) -> None:
+        self._by_key = [entry for entry in self._by_key if entry.sequence.ticket is entry]
+        heapify(self._by_key)
+        self._by_time = deque(e for e in self._by_time if e.sequence.ticket is e)

@@ -1,0 +1,281 @@
+"""Registry: every live request, and what its owner is told: tokens, ends, and the one Done.
+
+Every submitted (owner, handle) gets exactly one Done, unless its owner is dropped. A handle that is
+submitted again while it lives is refused with a Done of its own; the live request goes on.
+"""
+
+from __future__ import annotations
+
+from headrace.config import Settings
+from headrace.engine.draft import Flight
+from headrace.engine.outbox import Outbox
+from headrace.engine.protocol import Capacity
+from headrace.engine.request import NO_ROW, Request, Sequence
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.stats import Tally
+from headrace.errors import ContextTooLong, HeadraceError, InvalidRequest, QueueFull
+from headrace.kv.cache import KVCache
+from headrace.messages import Done, End, Reason, StepResult, Submit
+
+
+class Registry:
+    """Live requests by owner and handle. Loop thread only."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        kv: KVCache,
+        capacity: Capacity,
+        scheduler: Scheduler,
+        tally: Tally,
+    ) -> None:
+        self.outbox = Outbox()
+        self.live = 0
+        self._requests: dict[int, dict[int, Request]] = {}  # owner -> handle -> request
+        self._arrivals = 0
+        self._settings = settings
+        self._kv = kv
+        self._capacity = capacity
+        self._scheduler = scheduler
+        self._tally = tally
+
+    # ------------------------------------------------------------ from owners
+
+    def submit(self, owner: int, submit: Submit, now: float) -> None:
+        """Queue a request, or refuse it with its Done at once."""
+        self._tally.started += 1
+        try:
+            self._refuse(owner, submit)
+        except HeadraceError as error:
+            self._tally.finished["refused"] += 1
+            done = Done(submit.handle, error.code, error.message)
+            self.outbox.of(owner).dones.append(done)
+            return
+        self._arrivals += 1
+        table = self._kv.open(submit.cache_salt, submit.adapter)
+        policy = self._settings.scheduling_policy
+        request = Request(owner, submit, self._arrivals, now, policy, table)
+        self._requests.setdefault(owner, {})[submit.handle] = request
+        self.live += 1
+        self._scheduler.add(request.sequences[0], now)
+
+    def _refuse(self, owner: int, submit: Submit) -> None:
+        """Raise what is wrong with a submit: what can never run, a live handle, a full queue."""
+        if submit.handle in self._requests.get(owner, ()):
+            raise InvalidRequest(f"handle {submit.handle} is already live", param="handle")
+        prompt, most = len(submit.prompt), submit.max_tokens
+        if prompt < 1 or most < 1 or submit.n < 1:
+            raise InvalidRequest(
+                f"{prompt} prompt tokens, max_tokens {most}, n {submit.n}: each must be at least 1"
+            )
+        if not 0 <= min(submit.prompt) <= max(submit.prompt) < self._capacity.vocab_size:
+            raise InvalidRequest(
+                f"prompt ids run from {min(submit.prompt)} to {max(submit.prompt)}; the vocabulary "
+                f"has {self._capacity.vocab_size}",
+                param="prompt",
+            )
+        rows = self._scheduler.rows
+        if submit.n > rows:
+            raise InvalidRequest(
+                f"n = {submit.n} is over {rows}, the sequences that can run at once", param="n"
+            )
+        self._refuse_length(prompt, most)
+        limit, waiting = self._settings.max_queue, len(self._scheduler.queue)
+        starts_now = self._scheduler.queue.rows + submit.n <= self._scheduler.free_rows
+        if waiting >= limit and not starts_now:
+            raise QueueFull(f"{waiting} requests wait; max_queue is {limit}")
+
+    def _refuse_length(self, prompt: int, most: int) -> None:
+        total = prompt + most
+        longest = self._capacity.max_model_len
+        if total > longest:
+            raise ContextTooLong(
+                f"{prompt} prompt tokens + max_tokens {most} = {total} exceed the context length "
+                f"of {longest} tokens",
+                param="max_tokens",
+            )
+        if self._kv.blocks_for(total - 1) > self._kv.size:  # the last token is drawn, not computed
+            raise ContextTooLong(
+                f"{prompt} prompt tokens + max_tokens {most} = {total} exceed the KV cache of "
+                f"{self._kv.size * self._kv.block_size} tokens",
+                param="max_tokens",
+            )
+
+    def abort(self, owner: int, handle: int) -> None:
+        """Every open choice ends with "abort". Unknown handles are ignored: it may have ended."""
+        request = self._requests.get(owner, {}).get(handle)
+        if request is not None:
+            self._end_all(request, "abort", "", "")
+
+    def drop_owner(self, owner: int) -> None:
+        """The owner is gone: abort its requests and forget what it has not taken."""
+        for request in list(self._requests.get(owner, {}).values()):
+            self._end_all(request, "abort", "", "")
+        self.outbox.discard(owner)
+
+    def finish(self, owner: int, handle: int, choice: int, n_tokens: int) -> None:
+        """The choice ends with "stop" after its first `n_tokens` tokens.
+
+        A choice that ended meanwhile keeps its reason, and counts to `n_tokens` all the same while
+        its request lives. Unknown handles and choices are ignored: it may have ended.
+        """
+        request = self._requests.get(owner, {}).get(handle)
+        if request is None or not 0 <= choice < len(request.sequences):
+            return
+        sequence = request.sequences[choice]
+        count = max(0, min(n_tokens, sequence.generated))
+        if sequence.ended:
+            request.counts[choice] = min(request.counts[choice], count)
+        else:
+            self._end(sequence, "stop", -1, count)
+
+    # ------------------------------------------------------------ from the runner
+
+    def apply(self, flight: Flight, result: StepResult, now: float) -> None:
+        """A step has finished: pass its tokens on, publish full blocks, end what is complete."""
+        plan, tokens = flight.plan, result.tokens
+        assert result.step == plan.step, f"result of step {result.step} for {plan.step}"
+        assert len(tokens) == len(plan.draw_into), "one token a draw"
+        self._kv.fence(plan.step)
+        self._tally.steps += 1
+        decodes = len(flight.decoders)
+        if result.failed or (tokens and min(tokens) < 0):
+            self._fail_draws(flight, result)
+        self._apply_decodes(flight, tokens, now)
+        counts, starts = plan.counts, plan.starts
+        for i, sequence in enumerate(flight.prefills, decodes):
+            if sequence.row != NO_ROW:
+                sequence.computed = starts[i] + counts[i]
+                self._kv.commit(sequence.table, sequence.tokens, sequence.computed)
+        for j, sequence in enumerate(flight.drawers, decodes):
+            if not sequence.ended:
+                self._first_draw(sequence, tokens[j], now)
+
+    def _apply_decodes(self, flight: Flight, tokens: list[int], now: float) -> None:
+        """The hot loop: one token for each decoding sequence."""
+        kv, outbox = self._kv, self.outbox
+        block_size, owner, sent = kv.block_size, None, 0
+        for sequence, start, token in zip(
+            flight.decoders, flight.plan.starts, tokens, strict=False
+        ):
+            if sequence.ended:
+                continue  # a token past the end: its KV was never published
+            if sequence.row != NO_ROW:  # else preempted since: the token counts, the KV is gone
+                sequence.computed = computed = start + 1
+                if not computed % block_size:
+                    kv.commit(sequence.table, sequence.tokens, computed)
+            if sequence.owner != owner:
+                owner = sequence.owner
+                out = outbox.of(owner)
+                handles, choices, texts = out.handles, out.choices, out.tokens
+            handles.append(sequence.handle)
+            choices.append(sequence.choice)
+            texts.append(token)
+            sent += 1
+            sequence.request.last_token_s = now
+            known = sequence.tokens
+            known.append(token)
+            if token in sequence.stop_ids:
+                self._end(sequence, "stop", token)
+            elif len(known) >= sequence.limit:
+                self._end(sequence, "length")
+        self._tally.generation_tokens += sent
+
+    def _first_draw(self, sequence: Sequence, token: int, now: float) -> None:
+        """The token that completed a prompt, or what was known at a resumption."""
+        request = sequence.request
+        if request.first_token_s < 0:
+            request.first_token_s = now
+        if sequence.row != NO_ROW:  # a fork stands where its prompt's step stood
+            sequence.computed = max(sequence.computed, sequence.base)
+            self._kv.commit(sequence.table, sequence.tokens, sequence.computed)
+        out = self.outbox.of(sequence.owner)
+        out.handles.append(sequence.handle)
+        out.choices.append(sequence.choice)
+        out.tokens.append(token)
+        self._tally.generation_tokens += 1
+        request.last_token_s = now
+        sequence.tokens.append(token)
+        if token in sequence.stop_ids:
+            self._end(sequence, "stop", token)
+        elif len(sequence.tokens) >= sequence.limit:
+            self._end(sequence, "length")
+
+    def _fail_draws(self, flight: Flight, result: StepResult) -> None:
+        """The requests behind failed draws end with an error, the others do not notice."""
+        sequences = [*flight.decoders, *flight.drawers]
+        reasons = dict(result.failed)
+        for draw, token in enumerate(result.tokens):
+            if token < 0:
+                reasons.setdefault(draw, "no token was drawn")
+        for draw, why in reasons.items():
+            self._end_all(sequences[draw].request, "error", "request_failed", why)
+
+    def fail_running(self, why: str) -> None:
+        """A step broke as a whole: every request that owns a row ends with `request_failed`."""
+        for sequence in list(self._scheduler.running):
+            self._end_all(sequence.request, "error", "request_failed", why)
+
+    # ------------------------------------------------------------ ends
+
+    def _end(
+        self, sequence: Sequence, reason: Reason, stop_id: int = -1, count: int | None = None
+    ) -> None:
+        """One choice ends; the last one ends the request."""
+        request = sequence.request
+        self._end_choice(request, sequence.choice, reason, stop_id, count)
+        if None not in request.reasons:
+            self._close(request, "", "")
+
+    def _end_all(self, request: Request, reason: Reason, error: str, message: str) -> None:
+        """All open choices end, those not forked yet too."""
+        if None not in request.reasons:
+            return  # ended already, by another of its sequences
+        for choice, known in enumerate(request.reasons):
+            if known is None:
+                self._end_choice(request, choice, reason)
+        self._close(request, error, message)
+
+    def _end_choice(
+        self,
+        request: Request,
+        choice: int,
+        reason: Reason,
+        stop_id: int = -1,
+        count: int | None = None,
+    ) -> None:
+        if choice < len(request.sequences):
+            sequence = request.sequences[choice]
+            sequence.ended = True
+            self._scheduler.drop(sequence)
+            request.counts[choice] = sequence.generated if count is None else count
+        request.reasons[choice] = reason
+        end = End(request.submit.handle, choice, reason, stop_id)
+        self.outbox.of(request.owner).ends.append(end)
+
+    def _close(self, request: Request, error: str, message: str) -> None:
+        """The one Done."""
+        handle, owner = request.submit.handle, request.owner
+        mine = self._requests[owner]
+        del mine[handle]
+        if not mine:
+            del self._requests[owner]
+        self.live -= 1
+        order: tuple[Reason, ...] = ("error", "abort", "length", "stop")  # the worst names it
+        worst = next(reason for reason in order if reason in request.reasons)
+        self._tally.finished[worst] += 1
+        begun = request.scheduled_s if request.scheduled_s >= 0 else request.last_token_s
+        first = request.first_token_s
+        done = Done(
+            handle,
+            error,
+            message,
+            len(request.submit.prompt),
+            request.cached_tokens,
+            sum(request.counts),
+            request.preemptions,
+            max(0.0, begun - request.submitted_s),
+            max(0.0, first - begun),
+            max(0.0, request.last_token_s - first) if first >= 0 else 0.0,
+        )
+        self.outbox.of(owner).dones.append(done)

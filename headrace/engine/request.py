@@ -1,0 +1,151 @@
+"""Request and Sequence: the only mutable record of a request. Loop thread only.
+
+A request's progress is integers. For one sequence (one choice), always
+
+    computed <= planned <= len(tokens) + draws in flight,    len(tokens) <= limit
+
+  tokens    prompt and drawn tokens that the host has read
+  cached    tokens whose KV came from the prefix cache when it was last admitted
+  planned   tokens whose KV a launched step computes or has computed
+  computed  tokens whose KV a finished step has computed
+  base      len(tokens) when it was last admitted: what is at or after it was drawn into its row
+  room      the token at this position needs another look at memory (or is the last one)
+  limit     prompt + max_tokens
+
+Prefill, decode and resumption are the same thing: `planned` chases what is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.engine.policy import Key, Policy, order_key
+from headrace.kv.cache import Table
+from headrace.messages import Reason, Submit
+
+NO_ROW = -1
+
+
+class Sequence:
+    """One choice of a request."""
+
+    __slots__ = (
+        "base",
+        "cached",
+        "choice",
+        "computed",
+        "ended",
+        "handle",
+        "key",
+        "limit",
+        "owner",
+        "peak",
+        "planned",
+        "prompt_tokens",
+        "request",
+        "room",
+        "row",
+        "spare_rows",
+        "stop_ids",
+        "table",
+        "ticket",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, choice: int, key: Key, tokens: list[int], table: Table
+    ) -> None:
+        self.request = request
+        self.owner = request.owner
+        self.handle = request.submit.handle
+        self.choice = choice
+        self.key = key
+        self.tokens = tokens
+        self.table = table
+        self.prompt_tokens = len(tokens)
+        self.limit = len(tokens) + request.submit.max_tokens
+        self.stop_ids = request.stop_ids
+        self.cached = self.planned = self.computed = self.room = 0
+        self.base = len(tokens)
+        self.peak = 0  # the most it had planned when it was preempted
+        self.row = NO_ROW
+        self.spare_rows: list[int] = []  # rows kept for the other choices until the fork
+        self.ticket: Any = None  # its entry in the waiting queue, None when it does not wait
+        self.ended = False
+
+    @property
+    def drained(self) -> bool:
+        """Its last draw is in flight: nothing is left to plan."""
+        return self.planned >= self.limit - 1
+
+    @property
+    def generated(self) -> int:
+        """Drawn tokens that the host has read."""
+        return len(self.tokens) - self.prompt_tokens
+
+
+class Request:
+    """One `Submit` and what became of it: a group of `n` sequences, one before the fork.
+
+    One prefill serves all choices: choice 0 computes the prompt, the others are forked from it in
+    the plan that completes it. From then on each is scheduled on its own.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "counts",
+        "first_token_s",
+        "last_token_s",
+        "owner",
+        "policy",
+        "preemptions",
+        "reasons",
+        "resident",
+        "scheduled_s",
+        "sequences",
+        "stop_ids",
+        "submit",
+        "submitted_s",
+    )
+
+    def __init__(
+        self, owner: int, submit: Submit, arrival: int, now: float, policy: Policy, table: Table
+    ) -> None:
+        self.owner = owner
+        self.submit = submit
+        self.arrival = arrival
+        self.policy = policy
+        self.stop_ids = frozenset(submit.stop_ids)
+        self.submitted_s = now
+        self.scheduled_s = self.first_token_s = self.last_token_s = -1.0  # -1: not yet
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.resident = 0  # sequences that own a row
+        self.counts = [0] * submit.n  # output tokens of choices that ended
+        self.reasons: list[Reason | None] = [None] * submit.n  # None: still open
+        self.sequences = [self._sequence(0, list(submit.prompt), table)]
+
+    def _sequence(self, choice: int, tokens: list[int], table: Table) -> Sequence:
+        key = order_key(self.policy, self.submit.priority, self.arrival, choice)
+        return Sequence(self, choice, key, tokens, table)
+
+    @property
+    def unforked(self) -> bool:
+        """Choices 1.. do not exist yet."""
+        return len(self.sequences) < self.submit.n
+
+    @property
+    def rows(self) -> int:
+        """Device rows that its next admission takes."""
+        return self.submit.n if self.unforked else 1
+
+    def fork(self, table: Table) -> Sequence:
+        """The next choice, standing where choice 0 stands; the caller gives it a row."""
+        parent = self.sequences[0]
+        child = self._sequence(len(self.sequences), parent.tokens.copy(), table)
+        child.key = (parent.key[0], self.arrival, child.choice)
+        child.cached, child.planned = parent.cached, parent.planned
+        child.computed, child.base = parent.computed, parent.base
+        self.sequences.append(child)
+        return child

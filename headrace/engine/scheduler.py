@@ -1,0 +1,309 @@
+"""Scheduler: which sequences get how many tokens in the next step, and who must make room.
+
+One plan, in order: a better class takes the place of a worse one; every running sequence past its
+prompt gets one token; what is left of the token budget goes to prompts, those that run and those
+that are admitted, best key first. Nothing is admitted past a sequence that does not fit.
+
+Memory. An admission reserves all blocks of the tokens it brings, so only decoding asks for more.
+When there is none, the worst running sequence is preempted: it loses its KV and its row, goes back
+to its place in the queue and is computed again later. Whatever was accepted fits the pool alone and
+the best running sequence can always take memory from all others, so the engine cannot lock up.
+
+Against thrashing, an admission leaves `_spare` blocks free: a watermark, plus, after preemptions,
+a share (`_pressure`, halved every ~140 steps) of all blocks that running sequences may still ask
+for.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import attrgetter
+
+from headrace.config import Settings
+from headrace.engine.draft import Draft, Flight
+from headrace.engine.policy import may_preempt, promoted, victim
+from headrace.engine.protocol import Capacity
+from headrace.engine.queue import WaitQueue
+from headrace.engine.request import NO_ROW, Request, Sequence
+from headrace.engine.stats import Tally
+from headrace.kv.cache import KVCache
+
+WATERMARK = 0.01  # of all blocks; at least one block
+PRESSURE_STEP = 0.25  # what a preemption adds to the pressure, at most 1 in all
+PRESSURE_DECAY = 0.995  # per step
+PRESSURE_OFF = 0.01
+_KEY = attrgetter("key")
+
+
+class Scheduler:
+    """Owns the queue, the running list and the device rows. Loop thread only."""
+
+    def __init__(self, settings: Settings, kv: KVCache, capacity: Capacity, tally: Tally) -> None:
+        self.kv = kv
+        self.rows = min(settings.max_num_seqs, capacity.max_rows)
+        self.queue = WaitQueue()
+        self.running: list[Sequence] = []  # by key; those that left have row NO_ROW until swept
+        self.resident_requests = 0  # requests with at least one row
+        self.launched = 0  # number of the newest step
+        self.growth_blocks = 0  # what all running sequences may still ask for
+        self.static = settings.scheduling_policy == "static"
+        self._ages = settings.scheduling_policy == "priority"
+        self._max_wait_s = settings.max_wait_s
+        self._budget_tokens = settings.max_num_batched_tokens
+        self._tally = tally
+        self._watermark = max(1, int(kv.size * WATERMARK))
+        self._pressure = 0.0  # 0: admit on the watermark; 1: admit only what can run to its end
+        self._free_rows = list(range(self.rows - 1, -1, -1))
+        self._leaves: list[int] = []
+        self._left = False  # `running` holds sequences that left
+        self._aged_last = False  # the last admission was one that had waited too long
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that an admission could take now."""
+        return 0 if self.static and self.running else len(self._free_rows)
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits or runs."""
+        return bool(self.queue) or any(s.row != NO_ROW for s in self.running)
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """A new sequence waits."""
+        self.queue.push(sequence, now)
+
+    def drop(self, sequence: Sequence) -> None:
+        """The sequence ended, wherever it is. Its blocks go through the fence."""
+        if sequence.ticket is not None:
+            self.queue.remove(sequence)
+        if sequence.row != NO_ROW:
+            self._vacate(sequence)
+            self._left = True
+
+    def schedule(self, now: float) -> Flight | None:
+        """The next step, or None when there is nothing to compute at this moment."""
+        if self._left:
+            self.running = [s for s in self.running if s.row != NO_ROW]
+            self._left = False
+        if not self.running and not self.queue:
+            return None
+        self._pressure *= PRESSURE_DECAY if self._pressure > PRESSURE_OFF else 0.0
+        self._make_way(now)
+        draft = Draft(self._budget_tokens)
+        prefills = self._decode(draft, now)
+        draft.close_decodes()
+        self._prefill(draft, prefills, now)
+        if not draft.rows:
+            assert not draft.joins, "admitted without a token to compute"
+            return None
+        self.launched += 1
+        leaves, self._leaves = self._leaves, []
+        return draft.close(self.launched, leaves)
+
+    # ------------------------------------------------------------ decode
+
+    def _decode(self, draft: Draft, now: float) -> list[Sequence]:
+        """One token for each running sequence past its prompt; returns those that are not."""
+        prefills: list[Sequence] = []
+        sequences, rows, starts = draft.decoders, draft.rows, draft.starts
+        for sequence in self.running:  # `_grow` may take victims off its end, never before here
+            start = sequence.planned
+            if start < sequence.base:
+                prefills.append(sequence)
+                continue
+            if start >= sequence.room and not self._grow(sequence, draft, now):
+                continue
+            sequence.planned = start + 1
+            sequences.append(sequence)
+            rows.append(sequence.row)
+            starts.append(start)
+        return prefills
+
+    def _grow(self, sequence: Sequence, draft: Draft, now: float) -> bool:
+        """Make the sequence's next position writable, by preemption if need be."""
+        if sequence.drained:
+            return False
+        start = sequence.planned
+        held = len(sequence.table.blocks)
+        while (grant := self.kv.reserve(sequence.table, start + 1, start)) is None:
+            worst = victim(self.running)
+            # Blocks behind the fence come back when the step in flight ends, and so do those of a
+            # sequence whose last draw is in flight. The worst one waits: it takes nobody's place.
+            if self.kv.limbo_blocks or worst is sequence or worst.drained:
+                draft.stalled = True
+                return False
+            self._preempt(worst, now)
+            self._pressure = min(1.0, self._pressure + PRESSURE_STEP)
+        draft.grow(sequence.row, grant)
+        self.growth_blocks -= len(sequence.table.blocks) - held
+        self._set_room(sequence)
+        return True
+
+    def _set_room(self, sequence: Sequence) -> None:
+        writable = len(sequence.table.blocks) * self.kv.block_size
+        sequence.room = min(writable, sequence.limit - 1)
+
+    # ------------------------------------------------------------ prefill and admission
+
+    def _prefill(self, draft: Draft, prefills: list[Sequence], now: float) -> None:
+        """Spend the rest of the budget on prompts, best key first."""
+        closed = draft.stalled or (self.static and bool(self.running))
+        if self.static and not closed:
+            while (head := self.queue.first()) is not None and self._place(head, draft, now):
+                prefills.append(head)
+            closed = True
+        prefills.reverse()  # so that pop() takes the best
+        while draft.budget_tokens > 0:
+            head = None if closed else self._head(now)
+            if head is None or (prefills and prefills[-1].key < head.key):
+                if not prefills:
+                    break
+                self._chunk(prefills.pop(), draft)
+            elif self._place(head, draft, now):
+                self._chunk(head, draft)
+            else:
+                closed = True
+
+    def _chunk(self, sequence: Sequence, draft: Draft) -> None:
+        """As much of what the sequence brought as the budget allows; draws when it is complete."""
+        count = min(sequence.base - sequence.planned, draft.budget_tokens)
+        complete = sequence.planned + count == sequence.base
+        unwritten = sequence.planned < sequence.cached
+        draft.chunk(sequence, count, unwritten=unwritten, samples=complete)
+        sequence.planned += count
+        if complete:
+            if sequence.request.unforked:
+                draft.draw(self._fork(sequence, draft))
+            else:
+                self._set_room(sequence)
+                draft.draw([sequence])
+
+    def _fork(self, parent: Sequence, draft: Draft) -> list[Sequence]:
+        """All choices of a request, each with a row, over shared blocks."""
+        request = parent.request
+        while request.unforked:
+            child = request.fork(self.kv.fork(parent.table))
+            child.row = parent.spare_rows.pop()
+            draft.join(child)
+            request.resident += 1
+            self.growth_blocks += self._growth(child)
+            insort(self.running, child, key=_KEY)
+        for sequence in request.sequences:
+            sequence.room = sequence.planned  # the block it writes next may be shared
+        return list(request.sequences)
+
+    def _head(self, now: float) -> Sequence | None:
+        """Who is admitted next: the best, or the longest waiting one if that is too long.
+
+        Only every second admission goes by age: classes keep a meaning when all have aged.
+        """
+        if self._ages and not self._aged_last:
+            oldest = self.queue.oldest()
+            if oldest is not None and now - oldest[1] >= self._max_wait_s:
+                return oldest[0]
+        return self.queue.first()
+
+    def _fits(self, sequence: Sequence, free_blocks: int) -> bool:
+        if len(self._free_rows) < sequence.request.rows:
+            return False
+        need = self.kv.probe(sequence.table, sequence.tokens, len(sequence.tokens))
+        return need <= free_blocks - self._spare(sequence)
+
+    def _spare(self, candidate: Sequence) -> int:
+        """Blocks that an admission leaves free; none when it would run alone."""
+        if not self.running:
+            return 0
+        growth = self.growth_blocks + self._growth(candidate)
+        return self._watermark + int(self._pressure * growth)
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Blocks that the sequence may still ask for."""
+        held = len(sequence.table.blocks) or self.kv.blocks_for(len(sequence.tokens))
+        return self.kv.blocks_for(sequence.limit - 1) - held
+
+    def _place(self, sequence: Sequence, draft: Draft, now: float) -> bool:
+        """Admit the sequence if rows and memory allow: it leaves the queue and holds its blocks."""
+        if not self._fits(sequence, self.kv.free_blocks):
+            return False
+        request = sequence.request
+        self._aged_last = sequence is not self.queue.first()
+        self.queue.remove(sequence)
+        if self._aged_last:
+            sequence.key = promoted(sequence.key)
+        known = len(sequence.tokens)
+        sequence.cached = self.kv.match(sequence.table, sequence.tokens)
+        grant = self.kv.reserve(sequence.table, known, sequence.cached)
+        assert grant is not None, "blocks that were probed are gone"
+        sequence.base = known
+        sequence.planned = sequence.computed = min(sequence.cached, known - 1)
+        sequence.row, *sequence.spare_rows = (self._free_rows.pop() for _ in range(request.rows))
+        draft.join(sequence)
+        insort(self.running, sequence, key=_KEY)
+        self.growth_blocks += self._growth(sequence)
+        self._tally.recomputed_tokens += max(0, sequence.peak - sequence.planned)
+        self._account(request, sequence, now)
+        return True
+
+    def _account(self, request: Request, sequence: Sequence, now: float) -> None:
+        if request.resident == 0:
+            self.resident_requests += 1
+        request.resident += 1
+        if request.scheduled_s < 0:
+            request.scheduled_s = now
+            request.cached_tokens = sequence.cached
+            self._tally.prompt_tokens += sequence.prompt_tokens
+            self._tally.cached_tokens += sequence.cached
+
+    # ------------------------------------------------------------ preemption
+
+    def _make_way(self, now: float) -> None:
+        """A waiting sequence of a strictly better class takes the place of the worst that run."""
+        head = self._head(now)
+        if head is None or not self.running or not may_preempt(head.key, self.running[-1].key):
+            return
+        worse = [s for s in self.running if may_preempt(head.key, s.key)]
+        rows = len(self._free_rows) + sum(1 + len(s.spare_rows) for s in worse)
+        blocks = sum(len(s.table.blocks) for s in worse) + self.kv.free_blocks
+        need = self.kv.probe(head.table, head.tokens, len(head.tokens))
+        if rows < head.request.rows or blocks + self.kv.limbo_blocks < need:
+            return  # it would not fit even then
+        while worse and not self._fits(head, self.kv.free_blocks + self.kv.limbo_blocks):
+            if worse[-1].drained:
+                return  # it leaves by itself when the step in flight ends
+            self._preempt(worse.pop(), now)
+
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        """The last of `running` loses its row and its KV, nothing else, and waits."""
+        last = self.running.pop()
+        assert last is sequence, "only the worst running sequence is preempted"
+        sequence.peak = max(sequence.peak, sequence.planned)
+        self._vacate(sequence)
+        sequence.request.preemptions += 1
+        self._tally.preemptions += 1
+        self.queue.push(sequence, now)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Give back row and blocks; blocks are reused once the newest step has finished."""
+        self.growth_blocks -= self._growth(sequence)
+        self._leaves.append(sequence.row)
+        self._free_rows.append(sequence.row)
+        self._free_rows.extend(sequence.spare_rows)
+        self.kv.release(sequence.table, self.launched)
+        sequence.spare_rows = []
+        sequence.row = NO_ROW
+        sequence.cached = sequence.planned = sequence.computed = sequence.room = 0
+        request = sequence.request
+        request.resident -= 1
+        if request.resident == 0:
+            self.resident_requests -= 1
+
+    # ------------------------------------------------------------ a step that broke
+
+    def lost(self, flights: list[Flight]) -> None:
+        """These steps broke and none is in flight: no block is in use, no leave may have arrived.
+
+        Call after every running sequence was dropped. The next plan names the leaves again.
+        """
+        leaves = [row for flight in flights for row in flight.plan.leaves]
+        self._leaves = list(dict.fromkeys(leaves + self._leaves))
+        self.kv.fence(self.launched)

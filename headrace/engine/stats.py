@@ -1,0 +1,50 @@
+"""EngineStats: gauges and counters of the engine. Counters only rise.
+
+Always: started == sum(finished.values()) + running + waiting.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Tally:
+    """The counters, mutable, loop thread only. A request is counted once in `finished`."""
+
+    __slots__ = (
+        "cached_tokens",
+        "finished",
+        "generation_tokens",
+        "preemptions",
+        "prompt_tokens",
+        "recomputed_tokens",
+        "started",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.started = 0  # submits, refused ones too
+        self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0, "refused": 0}
+        self.steps = 0  # steps finished
+        self.preemptions = 0
+        self.recomputed_tokens = 0  # KV computed again after a preemption
+        self.prompt_tokens = 0  # of requests, when first scheduled
+        self.cached_tokens = 0  # of those, from the prefix cache
+        self.generation_tokens = 0  # tokens sent
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """A snapshot. `running` and `waiting` count requests: running = at least one device row."""
+
+    running: int
+    waiting: int
+    kv_blocks: int
+    kv_used: int
+    steps: int
+    preemptions: int
+    recomputed_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    finished: dict[str, int]  # reason -> requests: stop, length, abort, error, refused
+    started: int

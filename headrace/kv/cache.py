@@ -1,0 +1,236 @@
+"""KVCache: the facade through which the scheduler holds, shares and gives back KV memory.
+
+One KV group: every layer keeps every token. Life of a table:
+
+    open -> match (take cached blocks) -> reserve (room for what will be written) -> commit (publish
+    full blocks once a finished step computed them) -> release (through the step fence)
+
+Who may write: position p of a table is written only into a block with one reference, or past every
+published block. Published blocks are full and never written again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from headrace.kv.pool import BlockPool
+from headrace.kv.prefix import PrefixIndex, block_digest, root_digest
+
+
+class Table:
+    """What one sequence holds. Only KVCache changes it.
+
+    `digests[i]` is the chain digest of block i of the sequence's tokens; it depends on tokens alone
+    and so outlives a release. Blocks [0, published) need no more publishing.
+    """
+
+    __slots__ = ("blocks", "digests", "published", "root")
+
+    def __init__(self, root: bytes) -> None:
+        self.root = root
+        self.blocks: list[int] = []
+        self.digests: list[bytes] = []
+        self.published = 0
+
+
+class Grant:
+    """What `reserve` changed: table.blocks[first:] == blocks, after `copies` (source, target)."""
+
+    __slots__ = ("blocks", "copies", "first")
+
+    def __init__(self, first: int, blocks: list[int], copies: list[tuple[int, int]]) -> None:
+        self.first = first
+        self.blocks = blocks
+        self.copies = copies
+
+
+class KVCache:
+    """`blocks` blocks of `block_size` tokens. Loop thread only; integers only."""
+
+    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        assert block_size > 0, f"a block of {block_size} tokens"
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._pool = BlockPool(blocks)
+        self._index = PrefixIndex()
+        self._tables: set[Table] = set()  # those that hold blocks
+        self._limbo: deque[tuple[int, list[int]]] = deque()  # (step, blocks tail first)
+        self._limbo_blocks = 0
+        self._finished = 0  # newest finished step
+
+    @property
+    def size(self) -> int:
+        """Blocks in all."""
+        return self._pool.size
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that `reserve` can hand out now; some still hold a prefix that can be hit."""
+        return self._pool.free
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks held by tables or waiting behind the fence."""
+        return self._pool.size - self._pool.free
+
+    @property
+    def limbo_blocks(self) -> int:
+        """References that wait behind the fence; shared blocks count once per reference."""
+        return self._limbo_blocks
+
+    @property
+    def indexed_blocks(self) -> int:
+        """Blocks that a prefix can hit."""
+        return len(self._index)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    def open(self, salt: str, adapter: str) -> Table:
+        """A table without blocks for one sequence."""
+        return Table(root_digest(adapter, salt))
+
+    def probe(self, table: Table, tokens: Sequence[int], upto_tokens: int) -> int:
+        """Blocks that `match` and then `reserve(upto_tokens)` would take off the free list."""
+        references = self._pool.references
+        hits = self._hits(table, tokens)
+        revived = sum(1 for block in hits if references[block] == 0)
+        return self.blocks_for(upto_tokens) - len(hits) + revived
+
+    def match(self, table: Table, tokens: Sequence[int]) -> int:
+        """Take references on the longest cached prefix of `tokens`; returns its tokens.
+
+        Full blocks only; it is the whole of `tokens` when that is a multiple of the block size.
+        Needs: the table holds nothing.
+        """
+        assert not table.blocks, "match on a table that holds blocks"
+        hits = self._hits(table, tokens)
+        for block in hits:
+            self._pool.hold(block)
+        if hits:
+            table.blocks = hits
+            table.published = len(hits)
+            self._tables.add(table)
+        return len(hits) * self.block_size
+
+    def _hits(self, table: Table, tokens: Sequence[int]) -> list[int]:
+        hits: list[int] = []
+        if self.prefix_caching:
+            for i in range(len(tokens) // self.block_size):
+                block = self._index.get(self._digest(table, tokens, i))
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def _digest(self, table: Table, tokens: Sequence[int], i: int) -> bytes:
+        """Digest of block i. Digests are made in order, each once."""
+        digests = table.digests
+        if i == len(digests):
+            ids = tokens[i * self.block_size : (i + 1) * self.block_size]
+            digests.append(block_digest(digests[-1] if i else table.root, ids))
+        return digests[i]
+
+    def reserve(self, table: Table, upto_tokens: int, write_from: int) -> Grant | None:
+        """Make [write_from, upto_tokens) writable by this table alone: all of it, or None.
+
+        Appends new blocks; a block of that range that others share is replaced by a new one, and
+        copied first when it holds tokens before `write_from`.
+        """
+        held = len(table.blocks)
+        first = write_from // self.block_size
+        references = self._pool.references
+        shared = [i for i in range(first, held) if references[table.blocks[i]] > 1]
+        new = max(0, self.blocks_for(upto_tokens) - held)
+        if len(shared) + new > self._pool.free:
+            return None
+        copies: list[tuple[int, int]] = []
+        for i in shared:
+            source, target = table.blocks[i], self._take()
+            if i * self.block_size < write_from:
+                copies.append((source, target))
+            self._pool.drop(source, reusable=True)  # others still hold it
+            table.blocks[i] = target
+        for _ in range(new):
+            table.blocks.append(self._take())
+        if table.blocks:
+            self._tables.add(table)
+        start = shared[0] if shared else held
+        return Grant(start, table.blocks[start:], copies)
+
+    def _take(self) -> int:
+        """A free block; what it held can no longer be hit (this is eviction)."""
+        block = self._pool.take()
+        self._index.forget(block)
+        return block
+
+    def commit(self, table: Table, tokens: Sequence[int], computed: int) -> None:
+        """A finished step computed KV up to `computed` tokens: publish the blocks that are full."""
+        if not self.prefix_caching:
+            return
+        for i in range(table.published, computed // self.block_size):
+            self._index.put(self._digest(table, tokens, i), table.blocks[i])
+            table.published = i + 1
+
+    def fork(self, table: Table) -> Table:
+        """A second table over the same blocks; `reserve` copies what either writes next."""
+        twin = Table(table.root)
+        twin.blocks = table.blocks.copy()
+        twin.digests = table.digests.copy()
+        twin.published = table.published
+        for block in twin.blocks:
+            self._pool.hold(block)
+        if twin.blocks:
+            self._tables.add(twin)
+        return twin
+
+    def release(self, table: Table, step: int) -> None:
+        """Give back all blocks; `step` is the last launched step that may still touch them.
+
+        They are handed out again only once that step has finished. The table can be matched again.
+        """
+        blocks = table.blocks[::-1]  # tails are evicted before heads: a hit needs its head
+        table.blocks = []
+        table.published = 0
+        self._tables.discard(table)
+        if step <= self._finished:
+            self._free(blocks)
+        elif blocks:
+            assert not self._limbo or self._limbo[-1][0] <= step, "release behind a newer release"
+            self._limbo.append((step, blocks))
+            self._limbo_blocks += len(blocks)
+
+    def fence(self, step: int) -> None:
+        """Step `step` and all before it have finished: their released blocks become free."""
+        assert step >= self._finished, f"step {step} finished after step {self._finished}"
+        self._finished = step
+        while self._limbo and self._limbo[0][0] <= step:
+            blocks = self._limbo.popleft()[1]
+            self._limbo_blocks -= len(blocks)
+            self._free(blocks)
+
+    def _free(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._pool.drop(block, reusable=block in self._index)
+
+    def reset(self) -> None:
+        """Forget every cached prefix. Tables keep what they hold."""
+        self._index.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError with a message if any invariant is broken. O(blocks)."""
+        self._pool.check()
+        self._index.check()
+        held = Counter(block for table in self._tables for block in table.blocks)
+        held.update(block for _, blocks in self._limbo for block in blocks)
+        counted = {b: n for b, n in enumerate(self._pool.references) if n}
+        assert counted == dict(held), f"references {counted} but holders {dict(held)}"
+        assert self._limbo_blocks == sum(len(blocks) for _, blocks in self._limbo), "limbo count"
+        assert all(step > self._finished for step, _ in self._limbo), "limbo past its fence"
+        for table in self._tables:
+            assert table.blocks, "an empty table is registered as a holder"
+            assert len(set(table.blocks)) == len(table.blocks), "a block twice in one table"
+            assert table.published <= len(table.blocks), "published more than it holds"
+            assert table.published <= len(table.digests), "published without a digest"

@@ -1,0 +1,154 @@
+"""An engine on the fake runner, and an owner that checks what it is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from headrace.backends.fake import FakeRunner, reference
+from headrace.config import Settings
+from headrace.engine.loop import Engine
+from headrace.engine.protocol import Runner
+from headrace.kv.cache import KVCache
+from headrace.messages import (
+    Abort,
+    Done,
+    End,
+    Finish,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Submit,
+    TokenOut,
+)
+
+GREEDY = Sampling(temperature=0.0)
+Id = tuple[int, int]  # owner, handle
+
+
+class Clock:
+    """Time that moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """Submits, turns, and keeps everything that was said; asserts the order of what is said."""
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        block_size: int = 4,
+        rows: int = 8,
+        *,
+        overlap: bool = False,
+        max_model_len: int = 512,
+        prefix_caching: bool = True,
+        eos: tuple[int, ...] = (),
+        wrap: Callable[[FakeRunner], Runner] = lambda runner: runner,
+        **settings: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.kv = KVCache(blocks, block_size, prefix_caching)
+        self.fake = FakeRunner(blocks, block_size, rows, max_model_len, verify=True, eos_ids=eos)
+        self.plans: list[StepPlan] = []
+        settings = {"max_num_seqs": rows, "max_num_batched_tokens": 64} | settings
+        self.engine = Engine(
+            Settings(**settings),
+            self.kv,
+            wrap(self.fake),
+            overlap=overlap,
+            clock=self.clock,
+            on_step=self._on_step,
+        )
+        self.eos = eos[0] if eos else None
+        self.handles = itertools.count(1)
+        self.submits: dict[Id, Submit] = {}
+        self.tokens: dict[tuple[int, int, int], list[int]] = {}  # owner, handle, choice
+        self.ends: dict[tuple[int, int, int], End] = {}
+        self.dones: dict[Id, Done] = {}
+
+    def _on_step(self, plan: StepPlan, result: StepResult) -> None:
+        assert plan.step == result.step
+        self.plans.append(plan)
+
+    def submit(
+        self, prompt: list[int] | int, max_tokens: int = 4, owner: int = 0, **fields: Any
+    ) -> int:
+        """Submit; a number is a prompt of that many tokens of its own. Returns the handle."""
+        handle = next(self.handles)
+        if isinstance(prompt, int):
+            prompt = [(handle * 7 + i * 3) % 256 for i in range(prompt)]
+        fields.setdefault("sampling", GREEDY)
+        msg = Submit(handle, prompt, max_tokens, **fields)
+        self.submits[owner, handle] = msg
+        self.engine.submit(owner, msg)
+        return handle
+
+    def abort(self, handle: int, owner: int = 0) -> None:
+        """The client of `handle` is gone."""
+        self.engine.abort(owner, Abort(handle))
+
+    def finish(self, handle: int, choice: int, n_tokens: int, owner: int = 0) -> None:
+        """A stop string was found."""
+        self.engine.finish(owner, Finish(handle, choice, n_tokens))
+
+    def turn(self) -> dict[int, TokenOut]:
+        """One turn, then every invariant of the cache and of what owners hear."""
+        told = self.engine.turn()
+        self.kv.check()
+        for owner, out in told.items():
+            assert len(out.handles) == len(out.choices) == len(out.tokens)
+            for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
+                key = (owner, handle, choice)
+                assert (owner, handle) not in self.dones, "a token after the Done"
+                assert key not in self.ends, "a token after the End"
+                self.tokens.setdefault(key, []).append(token)
+            for end in out.ends:
+                key = (owner, end.handle, end.choice)
+                assert key not in self.ends, "two Ends"
+                self.ends[key] = end
+            for done in out.dones:
+                assert (owner, done.handle) not in self.dones, "two Dones"
+                self.dones[owner, done.handle] = done
+        stats = self.engine.stats()
+        assert stats.started == sum(stats.finished.values()) + stats.running + stats.waiting
+        return told
+
+    def run(self, turns: int = 2000) -> None:
+        """Turn until there is nothing to do."""
+        for _ in range(turns):
+            if not self.engine.has_work:
+                return
+            self.turn()
+        raise AssertionError(f"still at work after {turns} turns: {self.engine.stats()}")
+
+    def check_tokens(self) -> None:
+        """All tokens of all requests are those of the reference, as many as there may be."""
+        for (owner, handle), submit in self.submits.items():
+            for choice in range(submit.n):
+                got = self.tokens.get((owner, handle, choice), [])
+                want = reference(
+                    submit.prompt,
+                    submit.sampling,
+                    choice,
+                    len(got),
+                    adapter=submit.adapter,
+                    eos=self.eos,
+                )
+                assert got == want, f"tokens of {owner}/{handle}/{choice}"
+                assert len(got) <= submit.max_tokens
+
+    def check_idle(self) -> None:
+        """Everything was answered and given back."""
+        stats = self.engine.stats()
+        assert not self.engine.has_work
+        assert stats.running == stats.waiting == stats.kv_used == 0
+        assert self.engine.scheduler.growth_blocks == 0
+        assert self.engine.scheduler.free_rows == self.engine.scheduler.rows
+        self.kv.check()
