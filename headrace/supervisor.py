@@ -27,7 +27,7 @@ from headrace.config import Settings
 from headrace.errors import ConfigError
 from headrace.sources.files import ModelFiles
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 EXIT_SETUP, EXIT_ENGINE_DIED = 2, 3
 KILL_AFTER_S = 5.0  # a child that ignores SIGTERM for this long is killed
 MAX_API_RESTARTS = 5  # within one server's life; more means something is wrong
@@ -35,11 +35,13 @@ MAX_API_RESTARTS = 5  # within one server's life; more means something is wrong
 _spawn = mp.get_context("spawn")
 
 
-def _child(parent: int, entry: Callable[..., None], *args: Any) -> None:
-    """First code of every child."""
+def _child(parent: int, name: str, entry: Callable[..., None], *args: Any) -> None:
+    """First code of every child. `name` is what ps and top show (15 bytes at most)."""
     os.setpgrp()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_NAME, name.encode())
     if os.getppid() != parent:  # the supervisor died before prctl
         raise SystemExit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -89,8 +91,9 @@ class Supervisor:
     # ------------------------------------------------------------ processes
 
     def _start(self, name: str, entry: Callable[..., None], *args: Any) -> mp.process.BaseProcess:
+        full_name = f"headrace-{name}"
         process = _spawn.Process(
-            target=_child, args=(os.getpid(), entry, *args), name=f"headrace-{name}"
+            target=_child, args=(os.getpid(), full_name, entry, *args), name=full_name
         )
         process.start()
         return process
