@@ -38,7 +38,7 @@ from headrace.messages import (
 from headrace.observe.metrics import EngineMetrics
 
 if TYPE_CHECKING:
-    from headrace.engine.loop import Engine
+    from headrace.engine.protocol import ServingEngine
 
 log = logging.getLogger("headrace.engine")
 
@@ -47,7 +47,7 @@ IDLE_POLL_MS = 1000  # an idle engine wakes this often to judge silent API proce
 INTAKE = 1024  # messages taken between two steps
 SEND_QUEUE = 4096  # messages ZMQ holds for one API process before it counts as stalled
 
-Build = Callable[[Callable[[str], None]], tuple["Engine", EngineInfo]]
+Build = Callable[[Callable[[str], None]], tuple["ServingEngine", EngineInfo]]
 
 
 class Pulser(threading.Thread):
@@ -113,7 +113,7 @@ class Post:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         folder: Path,
-        engine: Engine,
+        engine: ServingEngine,
         api_timeout_s: float,
     ) -> None:
         self.socket = context.socket(zmq.ROUTER)
@@ -268,7 +268,7 @@ def _serve(
     stopper: Stopper,
     pulser: Pulser,
     post: Post,
-    engine: Engine,
+    engine: ServingEngine,
     info: EngineInfo,
     settings: Settings,
 ) -> None:

@@ -28,11 +28,10 @@ MAX_MODEL_LEN = 4096
 
 def run_engine(folder: Path, settings: Settings) -> None:
     """The real engine over the fake runner."""
-    from headrace.engine.loop import Engine
-    from headrace.kv.cache import KVCache
-
     from headrace.backends.fake import FakeRunner
+    from headrace.engine.loop import Engine
     from headrace.engine.server import serve
+    from headrace.kv.cache import KVCache
 
     def build(say: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
         say("loading the fake model")

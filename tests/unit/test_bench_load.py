@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from scripted_server import DONE, ROLE, SSE_HEAD, Script, delta, event, scripted, usage, whole
 
 from headrace.bench.cpu import CpuMeter
 from headrace.bench.load import Exchange, Target, client_session, closed_loop, first_model, measure
@@ -20,6 +19,17 @@ from headrace.bench.stats import Level, Record
 from headrace.bench.workload import WORDS, Workload
 from headrace.cli.bench import command
 from headrace.errors import ConfigError, EngineError
+from tests.unit.scripted_server import (
+    DONE,
+    ROLE,
+    SSE_HEAD,
+    Script,
+    delta,
+    event,
+    scripted,
+    usage,
+    whole,
+)
 
 PAUSE = 0.05
 

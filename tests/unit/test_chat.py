@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from scripted_server import DONE, ROLE, SSE_HEAD, delta, event, scripted, usage, whole
 
 from headrace.cli.chat import Talk, command, converse
 from headrace.cli.child_server import READY
 from headrace.cli.remote import Remote
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, QueueFull
+from tests.unit.scripted_server import DONE, ROLE, SSE_HEAD, delta, event, scripted, usage, whole
 
 Steps = list[bytes | float]
 
