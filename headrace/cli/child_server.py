@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -18,6 +20,7 @@ from headrace.errors import SetupError
 
 READY = re.compile(r"^ready\b.*?(https?://\S+)\s*$")
 PR_SET_PDEATHSIG = 1
+ANSWER_WITHIN_S = 30.0
 STOP_AFTER_S = 45.0  # the server's own deadlines are shorter; this one is for a bug in them
 
 
@@ -49,14 +52,15 @@ class ChildServer:
         self.pid = self._process.pid
         self.last_lines: deque[str] = deque(maxlen=50)
         try:
-            self.url = self._wait_ready(say)
+            self.url = self._wait_line(say)
+            self._drain = threading.Thread(target=self._read_on, daemon=True)
+            self._drain.start()
+            self._wait_answer()
         except BaseException:
             self.stop()
             raise
-        self._drain = threading.Thread(target=self._read_on, daemon=True)
-        self._drain.start()
 
-    def _wait_ready(self, say: Callable[[str], None]) -> str:
+    def _wait_line(self, say: Callable[[str], None]) -> str:
         assert self._process.stderr is not None, "stderr is a pipe"
         for line in self._process.stderr:
             self.last_lines.append(line.rstrip())
@@ -65,6 +69,19 @@ class ChildServer:
             say(line.rstrip())
         code = self._process.wait()
         raise SetupError(f"the server did not start (exit code {code})")
+
+    def _wait_answer(self) -> None:
+        """The line says that the engine is ready; its HTTP process learns of it a moment later."""
+        deadline_s = time.monotonic() + ANSWER_WITHIN_S
+        while True:
+            try:
+                with urllib.request.urlopen(self.url + "/ready", timeout=ANSWER_WITHIN_S):
+                    return
+            except OSError as error:  # HTTPError (503) and URLError are both one
+                if time.monotonic() > deadline_s or self._process.poll() is not None:
+                    last = "\n".join(self.last_lines)
+                    raise SetupError(f"{self.url} does not get ready: {error}\n{last}") from None
+            time.sleep(0.05)
 
     def _read_on(self) -> None:
         """Keep the pipe empty: a full one would stop the server."""

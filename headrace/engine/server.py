@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
+from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings
 from headrace.engine.client import INBOX, PULSE
@@ -35,7 +36,7 @@ from headrace.messages import (
     ToEngine,
     TokenOut,
 )
-from headrace.observe.metrics import EngineMetrics
+from headrace.observe.metrics import REGISTRY, EngineMetrics
 
 if TYPE_CHECKING:
     from headrace.engine.protocol import ServingEngine
@@ -126,6 +127,7 @@ class Post:
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[int, Peer] = {}
         self._next_owner = 0
+        self._retired: set[bytes] = set()  # identities replaced; what they left behind is ignored
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
 
@@ -137,6 +139,8 @@ class Post:
                 identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return taken
+            if identity in self._retired:
+                continue
             peer = self._peers.get(identity) or self._meet(identity, now_s)
             peer.heard_s = now_s
             if peer.lost:
@@ -183,6 +187,7 @@ class Post:
             if not old.lost:
                 self._drop(old, "started again")
             del self._peers[old.identity], self._owners[old.owner]
+            self._retired.add(old.identity)
         self._peers[identity] = self._owners[peer.owner] = peer
         return peer
 
@@ -204,34 +209,44 @@ class Post:
 
 
 class Stopper:
-    """SIGTERM as a file descriptor that wakes `poll`, and as an exit while loading."""
+    """Ends `run`: a flag, and a file descriptor that wakes its `poll`."""
 
     def __init__(self) -> None:
         self.stopped = False
         self.loading = True
-        self._near, far = socket.socketpair()
+        self._listening = False
+        self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
-        far.setblocking(False)
-        self._far = far
-        signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
+        self._far.setblocking(False)
 
     def fileno(self) -> int:
         """What `poll` watches."""
         return self._near.fileno()
 
-    def _stop(self, _signal: int, _frame: FrameType | None) -> None:
+    def stop(self) -> None:
+        """From any thread."""
+        self.stopped = True
+        with suppress(BlockingIOError):
+            self._far.send(b"\0")
+
+    def listen(self) -> None:
+        """SIGTERM stops; while loading it exits at once. Main thread only."""
+        self._listening = True
+        signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
+
+    def close(self) -> None:
+        """After `run`."""
+        if self._listening:
+            signal.set_wakeup_fd(-1)
+        self._near.close()
+        self._far.close()
+
+    def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
         self.stopped = True
         if self.loading:
             raise SystemExit(0)
-
-    def close(self) -> None:
-        """Give the signals back."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._near.close()
-        self._far.close()
 
 
 def serve(folder: Path, settings: Settings, build: Build) -> None:
@@ -241,6 +256,21 @@ def serve(folder: Path, settings: Settings, build: Build) -> None:
     raises, and whatever breaks the engine for good. `settings.served_model_name` labels metrics.
     """
     stopper = Stopper()
+    stopper.listen()
+    try:
+        run(stopper, folder, settings, build)
+    finally:
+        stopper.close()
+
+
+def run(
+    stopper: Stopper,
+    folder: Path,
+    settings: Settings,
+    build: Build,
+    registry: CollectorRegistry = REGISTRY,
+) -> None:
+    """As `serve`, in any thread, until `stopper.stop()`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pulser = Pulser(context, folder)
     pulser.start()
@@ -248,36 +278,30 @@ def serve(folder: Path, settings: Settings, build: Build) -> None:
         engine, info = build(pulser.say)
         stopper.loading = False
         try:
-            _serve(
-                stopper,
-                pulser,
-                Post(context, folder, engine, settings.api_timeout_s),
-                engine,
-                info,
-                settings,
-            )
+            post = Post(context, folder, engine, settings.api_timeout_s)
+            name = settings.served_model_name or "default"
+            metrics = EngineMetrics(name, info.block_size, registry)
+            metrics.update(engine.stats())
+            pulser.ready(info)
+            _loop(stopper, pulser, post, engine, metrics)
         finally:
             engine.close()
     finally:
         pulser.stop()
         context.destroy(linger=0)
-        stopper.close()
 
 
-def _serve(
+def _loop(
     stopper: Stopper,
     pulser: Pulser,
     post: Post,
     engine: ServingEngine,
-    info: EngineInfo,
-    settings: Settings,
+    metrics: EngineMetrics,
 ) -> None:
-    metrics = EngineMetrics(settings.served_model_name or "default", info.block_size)
-    metrics.update(engine.stats())
+    """Inbox, turn, outbox; blocked in `poll` while there is no work."""
     poller = zmq.Poller()
     poller.register(post.socket, zmq.POLLIN)
     poller.register(stopper.fileno(), zmq.POLLIN)
-    pulser.ready(info)
     while not stopper.stopped:
         if not engine.has_work:
             poller.poll(IDLE_POLL_MS)

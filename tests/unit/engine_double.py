@@ -29,28 +29,29 @@ class ScriptedEngine:
         self.tokens_a_turn = tokens_a_turn
         self.live: dict[tuple[int, int], Live] = {}
         self.outs: dict[int, TokenOut] = {}
-        self.seen: list[object] = []  # (owner, message) and ("drop", owner), in order
+        self.messages: list[tuple[int, Submit | Abort | Finish]] = []  # (owner, message)
+        self.drops: list[int] = []  # owners
         self.steps = 0
         self.closed = False
 
     def submit(self, owner: int, msg: Submit) -> None:
-        self.seen.append((owner, msg))
+        self.messages.append((owner, msg))
         self.live[owner, msg.handle] = Live(msg)
 
     def abort(self, owner: int, msg: Abort) -> None:
-        self.seen.append((owner, msg))
+        self.messages.append((owner, msg))
         if (owner, msg.handle) in self.live:
             self._done(owner, msg.handle, "abort")
 
     def finish(self, owner: int, msg: Finish) -> None:
-        self.seen.append((owner, msg))
+        self.messages.append((owner, msg))
         live = self.live.get((owner, msg.handle))
         if live is not None and not live.ended[msg.choice]:
             live.counts[msg.choice] = msg.n_tokens
             self._end(owner, live, msg.choice, "stop")
 
     def drop_owner(self, owner: int) -> None:
-        self.seen.append(("drop", owner))
+        self.drops.append(owner)
         self.live = {key: live for key, live in self.live.items() if key[0] != owner}
         self.outs.pop(owner, None)
 
