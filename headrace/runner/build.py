@@ -33,7 +33,7 @@ class LoadInfo(msgspec.Struct, frozen=True):
     dtype: Resolved[str]  # torch's name: float32, ...
     max_model_len: Resolved[int]
     kv_blocks: Resolved[int]
-    ledger: list[ledger.Line]
+    ledger: list[str]  # lines to print
 
 
 def load_runner(
@@ -75,8 +75,9 @@ def load_runner(
         vocab_size=spec.vocab_size,
     )
     name = Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
-    lines = _lines(settings, spec, model, blocks, length.value)
+    lines = _lines(settings, spec, model, blocks, length)
     info = LoadInfo(capacity, spec, name, length, blocks, lines)
+    lines.insert(0, f"{'dtype':13} {name.value}: {name.reason}")
     return TorchRunner(model, store, capacity, threads), info
 
 
@@ -92,12 +93,16 @@ def load_model(spec: ModelSpec, checkpoint: Checkpoint | None, dtype: torch.dtyp
 
 
 def _lines(
-    settings: Settings, spec: ModelSpec, model: Decoder, blocks: Resolved[int], longest: int
-) -> list[ledger.Line]:
+    settings: Settings,
+    spec: ModelSpec,
+    model: Decoder,
+    blocks: Resolved[int],
+    longest: Resolved[int],
+) -> list[str]:
     parameters = list(model.parameters())
     per_token = ledger.kv_bytes_per_token(spec, model.dtype)
     tokens = blocks.value * settings.block_size
-    return [
+    lines = [
         ledger.Line(
             "weights",
             sum(p.numel() * p.element_size() for p in parameters),
@@ -110,10 +115,12 @@ def _lines(
         ),
         ledger.Line(
             "activations",
-            ledger.activation_bytes(settings, spec, model.dtype, longest),
+            ledger.activation_bytes(settings, spec, model.dtype, longest.value),
             f"estimate for a step of {settings.max_num_batched_tokens} tokens",
         ),
     ]
+    length = f"{'max_model_len':13} {longest.value} tokens: {longest.reason}"
+    return [*map(str, lines), length]
 
 
 @contextmanager

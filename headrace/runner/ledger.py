@@ -25,7 +25,7 @@ class Line(msgspec.Struct, frozen=True):
     note: str
 
     def __str__(self) -> str:
-        return f"{self.what:12} {show_bytes(self.size_bytes):>10}  {self.note}"
+        return f"{self.what:13} {show_bytes(self.size_bytes):>10}  {self.note}"
 
 
 def show_bytes(n: int) -> str:

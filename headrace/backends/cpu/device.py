@@ -33,7 +33,12 @@ def cores() -> int:
 def free_memory_bytes(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """What can still be allocated: MemAvailable, or less where the control group allows less."""
+    """What can still be allocated: MemAvailable, or less where the control group allows less.
+
+    Half of the memory there is, on systems without /proc/meminfo.
+    """
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     available = next(
         int(line.split()[1]) * 1024
         for line in meminfo.read_text().splitlines()
