@@ -97,7 +97,7 @@ def _hf_card(folder: Path) -> ModelCard:
     generation = read_json(folder / "generation_config.json")
     tokenizer = read_json(folder / "tokenizer_config.json")
     texts = {name: t for name in _NAMES if (t := _token_text(tokenizer.get(name))) is not None}
-    ids = _added_ids(folder)
+    ids = _added_ids(folder, tokenizer, texts)
     bos = ids.get(texts.get("bos_token", ""), _first(config.get("bos_token_id")))
     ends = {i for c in (generation, config, text) for i in _ids(c.get("eos_token_id"))}
     ends |= {ids[t] for t in [texts.get("eos_token", "")] if t in ids}
@@ -137,10 +137,14 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def _added_ids(folder: Path) -> dict[str, int]:
-    """Text -> id of the added tokens, from tokenizer.json."""
+def _added_ids(folder: Path, tokenizer: dict[str, Any], texts: dict[str, str]) -> dict[str, int]:
+    """Text -> id of the added tokens. tokenizer.json, which is large, is read only if needed."""
+    decoder = tokenizer.get("added_tokens_decoder") or {}
+    ids = {str(token["content"]): int(i) for i, token in decoder.items()}
+    if set(texts.values()) <= set(ids):
+        return ids
     added = read_json(folder / "tokenizer.json", required=True).get("added_tokens") or []
-    return {str(token["content"]): int(token["id"]) for token in added}
+    return ids | {str(token["content"]): int(token["id"]) for token in added}
 
 
 def _hf_template(folder: Path, tokenizer: dict[str, Any]) -> str | None:

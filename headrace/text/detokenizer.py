@@ -40,7 +40,7 @@ def detokenizer(
     A leading space is kept when the prompt holds any text, so prompt + output reads on (B004).
     """
     if tokenizer.table is None:
-        return _WindowDetokenizer(tokenizer, skip_special, list(prompt_tail or ())[-_TAIL:])
+        return _WindowDetokenizer(tokenizer, skip_special, prompt_tail or ())
     inside = prompt_tail is None or bool(tokenizer.shown(prompt_tail, skip_special=skip_special))
     return _TableDetokenizer(tokenizer, skip_special, inside)
 
@@ -89,10 +89,9 @@ class _WindowDetokenizer:
     Both hold only ids that show, so that a decoder always sees that it is inside a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, before: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
-        self._ids = [i for i in before if i not in self._hidden]
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, before: Sequence[int]) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special
+        self._ids = tokenizer.shown(before, skip_special=skip_special)[-_TAIL:]
         self._done = len(self._ids)
         self._before = self._decode(self._ids)
 
@@ -100,7 +99,7 @@ class _WindowDetokenizer:
         return self._tokenizer.decode(ids, skip_special=False)
 
     def feed(self, token_id: int) -> str:
-        if token_id in self._hidden:
+        if not self._tokenizer.shown((token_id,), skip_special=self._skip):
             return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)

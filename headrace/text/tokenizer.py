@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,20 +85,18 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; unknown ids become nothing."""
-        if self.table is None:
-            known = [i for i in ids if 0 <= i < len(self._tokens)]
-            return str(self._inner.decode(known, skip_special_tokens=skip_special))
         shown = self.shown(ids, skip_special=skip_special)
-        raw = b"".join([self.first_bytes(i) if n == 0 else self.table[i]
-                        for n, i in enumerate(shown)])  # fmt: skip
-        return raw.decode("utf-8", errors="replace")
+        if self.table is None:
+            return str(self._inner.decode(shown, skip_special_tokens=False))
+        first = b"".join([self.first_bytes(i) for i in shown[:1]])
+        rest = b"".join([self.table[i] for i in shown[1:]])
+        return (first + rest).decode("utf-8", errors="replace")
 
-    def shown(self, ids: Sequence[int], *, skip_special: bool) -> list[int]:
-        """The ids that stand for text: with bytes, and not special if `skip_special`."""
-        assert self.table is not None, "only tokenizers with a byte table know"
-        table, size = self.table, len(self.table)
+    def shown(self, ids: Iterable[int], *, skip_special: bool) -> list[int]:
+        """The ids that stand for text: in use, and not special if `skip_special`."""
+        tokens, size = self._tokens, len(self._tokens)
         hidden = self.special_ids if skip_special else frozenset[int]()
-        return [i for i in ids if 0 <= i < size and table[i] and i not in hidden]
+        return [i for i in ids if 0 <= i < size and tokens[i] and i not in hidden]
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """The bytes that `token_id` adds in the middle of a text; b"" for an unused id."""

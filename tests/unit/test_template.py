@@ -185,7 +185,7 @@ def test_tojson_indent() -> None:
 @pytest.mark.parametrize("name", ["messages", "bos_token", "raise_exception", "strftime_now"])
 def test_kwargs_cannot_replace_what_is_ours(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        template(CHATML).render([user("A")], **{name: "x"})
+        template(CHATML).render([user("A")], **{name: "x"})  # type: ignore[arg-type]
     assert caught.value.param == "chat_template_kwargs"
 
 
