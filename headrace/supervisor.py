@@ -7,6 +7,7 @@ reaches the supervisor alone) and dies with the supervisor (PR_SET_PDEATHSIG), s
 from __future__ import annotations
 
 import ctypes
+import http.client
 import multiprocessing as mp
 import os
 import shutil
@@ -30,6 +31,7 @@ from headrace.sources.files import ModelFiles
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 EXIT_SETUP, EXIT_ENGINE_DIED = 2, 3
 KILL_AFTER_S = 5.0  # a child that ignores SIGTERM for this long is killed
+PROBE_EVERY_S = 0.05  # while starting
 MAX_API_RESTARTS = 5  # within one server's life; more means something is wrong
 
 _spawn = mp.get_context("spawn")
@@ -62,7 +64,7 @@ class Supervisor:
         self.engine: mp.process.BaseProcess | None = None
         self.pipe: Connection | None = None
         self.stopping = False
-        self.ready = False
+        self.loaded = self.ready = False  # the engine said so; /ready says so
         self.api_restarts = 0
 
     def run(self) -> int:
@@ -117,7 +119,10 @@ class Supervisor:
             assert self.engine is not None, "the engine is started before it is watched"
             pipe = [self.pipe] if self.pipe is not None else []
             sentinels = [self.engine.sentinel, *(p.sentinel for p in self.api)]
-            ready = wait([*pipe, *sentinels, wake], timeout=5.0)
+            starting = self.loaded and not self.ready
+            ready = wait([*pipe, *sentinels, wake], timeout=PROBE_EVERY_S if starting else None)
+            if starting and self._answers():
+                self._greet()
             if self.pipe is not None and self.pipe in ready:
                 self._hear()
             if wake in ready:
@@ -144,14 +149,25 @@ class Supervisor:
         elif kind == "failed":
             self.say(f"headrace: {what}")
         else:
-            self.ready = True
-            self._greet()
+            self.loaded = True
+
+    def _answers(self) -> bool:
+        """Whether /ready says 200: the HTTP processes came up and hear the engine."""
+        host, port = self._address()
+        connection = http.client.HTTPConnection(host, port, timeout=1.0)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
 
     def _engine_ended(self, engine: mp.process.BaseProcess) -> int | None:
         while self.pipe is not None and self.pipe.poll():
             self._hear()
         engine.join()
-        if not self.ready:
+        if not self.loaded:
             self.say("the engine did not start")
             return EXIT_SETUP
         how = f"exit code {engine.exitcode}"
@@ -161,7 +177,8 @@ class Supervisor:
         if not self.settings.restart:
             return EXIT_ENGINE_DIED
         self.say("starting it again (restart = true)")
-        self.ready, self.begun_s = False, time.perf_counter()
+        self.loaded = self.ready = False
+        self.begun_s = time.perf_counter()
         self._start_engine()
         return None
 
@@ -195,16 +212,22 @@ class Supervisor:
         if self.files.kind != "fake":
             self.say(f"  model files: {self.files.path}")
 
-    def _greet(self) -> None:
+    def _address(self) -> tuple[str, int]:
+        """Where a client on this machine finds the server."""
         host, port = self.sock.getsockname()[:2]
-        url = f"http://{host if ':' not in host else f'[{host}]'}:{port}"
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
+
+    def _greet(self) -> None:
+        self.ready = True
+        host, port = self._address()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         key = " -H 'authorization: Bearer YOUR_KEY'" if self.settings.api_key else ""
-        self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")
         self.say(
             f"try: curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
             f'-d \'{{"model": "{self.files.name}", "max_tokens": 40, '
             f'"messages": [{{"role": "user", "content": "What is a headrace?"}}]}}\''
         )
+        self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")
 
 
 def _end(processes: list[mp.process.BaseProcess], patience_s: float) -> None:

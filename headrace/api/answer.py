@@ -104,6 +104,14 @@ class Answer:
         if any(choice.finish is None for choice in self.choices):
             raise RequestFailed("the engine ended the request early")
 
+    def summary(self) -> str:
+        """Counts for the access log."""
+        usage = self.usage()
+        return (
+            f" prompt={usage['prompt_tokens']} cached={self.stream.cached_tokens}"
+            f" output={usage['completion_tokens']} choices={len(self.choices)}"
+        )
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage: the same numbers whether streamed or not."""
         prompt_tokens = self.prepared.prompt_tokens

@@ -55,13 +55,15 @@ async def respond(
     headers = ignored(unknown)
     tokens = service.client.submit(prepared.jobs, exchange.arrived_s)
     answer = Answer(service, prepared, tokens)
-    exchange.detail = f" prompt={prepared.prompt_tokens} choices={len(answer.choices)}"
     if body.stream:
         events = chunks(reply, len(answer.choices))
         return EventStream(answer, events, reply, exchange, service.metrics, headers)
     async with tokens, watch_client(request.receive, tokens):
         exchange.tokens = tokens
-        texts = await answer.collect()
+        try:
+            texts = await answer.collect()
+        finally:
+            exchange.detail = answer.summary()
     if prepared.echo:
         texts = [prepared.echo[i // prepared.n] + text for i, text in enumerate(texts)]
     content = {

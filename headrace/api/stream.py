@@ -119,7 +119,10 @@ class EventStream:
         tokens = self._answer.stream
         async with tokens, watch_client(receive, tokens):
             self._exchange.tokens = tokens  # from here on, silence nudges `take`
-            data = await self._first()
+            try:
+                data = await self._first()
+            finally:
+                self._exchange.detail = self._answer.summary()
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             try:
                 while True:
@@ -139,6 +142,8 @@ class EventStream:
                     log.exception("unexpected error in a stream")
                 data = event_of(ours)
                 self._exchange.error = ours
+            finally:
+                self._exchange.detail = self._answer.summary()
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _first(self) -> bytes:

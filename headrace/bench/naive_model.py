@@ -51,7 +51,7 @@ def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
 
 
 def hf_config(spec: ModelSpec) -> Any:
-    """The transformers config of `spec`."""
+    """The transformers config of `spec`. It names no stop token: callers of generate() do."""
     if spec.architecture not in _CONFIGS:
         raise ModelError(f"{spec.architecture}: no transformers config is known for it here")
     rope: dict[str, Any] = {"rope_type": spec.rope.kind, "rope_theta": spec.rope.theta}
@@ -72,7 +72,7 @@ def hf_config(spec: ModelSpec) -> Any:
         rope_parameters=rope,
         tie_word_embeddings=spec.tied,
         bos_token_id=None,
-        eos_token_id=list(spec.eos_ids) or None,
+        eos_token_id=None,
         pad_token_id=None,
         **({"sliding_window": None} if "istral" in spec.architecture else {}),
     )

@@ -6,7 +6,6 @@ a dropped feature gives fluent text at first and rubbish later.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,7 +55,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool  # the output layer is the embedding
     qkv_bias: bool
     max_positions: int
-    eos_ids: tuple[int, ...] = ()
     dtype: str = ""  # what the config claims the weights to be; "" = it does not say
 
     def __post_init__(self) -> None:
@@ -80,17 +78,13 @@ def read_spec(files: ModelFiles) -> ModelSpec:
     if files.kind != "hf":
         raise ModelError(f"{files.name}: a model of kind {files.kind!r} has no weights")
     config = _read_json(files.path / "config.json")
-    generation = files.path / "generation_config.json"
-    known = _tokenizer_size(files.path / "tokenizer.json")
-    return from_hf(config, _read_json(generation) if generation.exists() else {}, known)
+    return from_hf(config, _tokenizer_size(files.path / "tokenizer.json"))
 
 
 # ---------------------------------------------------------------- Hugging Face
 
 
-def from_hf(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, known_ids: int = 0
-) -> ModelSpec:
+def from_hf(config: Mapping[str, Any], known_ids: int = 0) -> ModelSpec:
     """The spec in a config.json. `known_ids`: ids the tokenizer has, 0 = take the config's word.
 
     Raises ModelError naming an unknown architecture, a missing key or an unsupported feature.
@@ -103,7 +97,6 @@ def from_hf(
     heads, hidden = need.count("num_attention_heads"), need.count("hidden_size")
     head_dim = config.get("head_dim") or hidden // heads
     rows = need.count("vocab_size")
-    eos = (generation or {}).get("eos_token_id", config.get("eos_token_id"))
     return ModelSpec(
         architecture=architecture,
         layers=need.count("num_hidden_layers"),
@@ -119,7 +112,6 @@ def from_hf(
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         max_positions=need.count("max_position_embeddings"),
-        eos_ids=_ids(eos),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
     )
 
@@ -189,7 +181,6 @@ def from_gguf(header: Header) -> ModelSpec:
         raise ModelError("the GGUF file has no tensor token_embd.weight")
     rows = header.tensors["token_embd.weight"].shape[0]
     heads, hidden = need.count("attention.head_count"), need.count("embedding_length")
-    stop = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     return ModelSpec(
         architecture=header.architecture,
         layers=need.count("block_count"),
@@ -205,19 +196,20 @@ def from_gguf(header: Header) -> ModelSpec:
         tied="output.weight" not in header.tensors,
         qkv_bias=family.qkv_bias,
         max_positions=need.count("context_length"),
-        eos_ids=_ids([token for token in stop if token is not None]),
     )
 
 
 def _refuse_gguf(header: Header) -> None:
     get = header.get
+    per_layer = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    lists = [key for key in per_layer if isinstance(get(key), list)]
+    _refuse(header.architecture, {f"{key} for each layer": True for key in lists})
     heads = get("attention.head_count") or 1
     head_dim = get("attention.key_length") or (get("embedding_length") or 0) // heads
     window = get("attention.sliding_window") or 0
     _refuse(
         header.architecture,
         {
-            "head counts per layer": isinstance(get("attention.head_count_kv"), list),
             f"sliding_window = {window}": 0 < window < (get("context_length") or 0),
             "experts": bool(get("expert_count")),
             "rotary embedding of a part of the head": (get("rope.dimension_count") or head_dim)
@@ -229,16 +221,16 @@ def _refuse_gguf(header: Header) -> None:
 
 def _rope_gguf(header: Header) -> Rope:
     theta = float(header.get("rope.freq_base") or 10000.0)
-    kind = header.get("rope.scaling.type") or "none"
+    kind = header.get("rope.scaling.type", "linear")  # llama.cpp's rule for files that do not say
     factor = header.get("rope.scaling.factor") or header.get("rope.scale_linear") or 1.0
     if kind not in ("none", "linear"):
         raise ModelError(f"rope scaling {kind!r} is not supported (none and linear are)")
-    linear = kind == "linear" or "rope.scaling.type" not in header.metadata
+    scaled = kind == "linear" and factor != 1.0
     if "rope_freqs.weight" in header.tensors:
-        if linear and factor != 1.0:
+        if scaled:
             raise ModelError("rope_freqs.weight together with linear rope scaling")
         return Rope(theta, "factors")
-    return Rope(theta, "linear", float(factor)) if linear and factor != 1.0 else Rope(theta)
+    return Rope(theta, "linear", float(factor)) if scaled else Rope(theta)
 
 
 def _gguf_ids(header: Header) -> int:
@@ -280,17 +272,12 @@ def _refuse(architecture: str, reasons: Mapping[str, bool]) -> None:
         raise ModelError(f"{architecture} with {', '.join(found)} is not supported")
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(int(token) for token in values if token is not None))
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    except (msgspec.DecodeError, json.JSONDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path} does not hold a JSON object")
