@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -114,3 +116,45 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         ChildServer([str(tmp_path / "no-model.gguf")], said.append)
     assert any("no-model.gguf" in line for line in said)
     assert time.monotonic() - begun < 60
+
+
+def test_ctrl_c_in_the_terminal_stops_the_answer_and_not_the_chat() -> None:
+    """A real terminal (a pty), a slow server, SIGINT halfway through the answer."""
+    ours, theirs = pty.openpty()
+    slow = {**os.environ, **FAKE, "HEADRACE_FAKE_STEP_MS": "30"}
+    chat = subprocess.Popen(
+        [sys.executable, "-m", "headrace.cli.main", "chat", "--max-tokens", "4000"],
+        env=slow,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    assert chat.stderr is not None
+    try:
+        expect(ours, b"> ")
+        os.write(ours, b"Hello\n")
+        expect(ours, b"Hello\r\n")
+        os.read(ours, 1)  # the answer has begun
+        chat.send_signal(signal.SIGINT)
+        expect(ours, b"(stopped)")
+        os.write(ours, b"/reset\n")
+        expect(ours, b"(forgotten)")
+        os.write(ours, b"/exit\n")
+        assert chat.wait(60) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        chat.stderr.close()
+        os.close(ours)
+
+
+def expect(terminal: int, words: bytes) -> None:
+    """Read until `words` have come."""
+    seen = b""
+    deadline = time.monotonic() + 60
+    while words not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"{words!r} did not come after {seen[-300:]!r}"
+        seen += os.read(terminal, 4096)
