@@ -20,7 +20,7 @@ from headrace.messages import EngineInfo
 from headrace.sources.files import ModelFiles
 
 if TYPE_CHECKING:
-    from headrace.engine.loop import Engine
+    from headrace.engine.protocol import ServingEngine
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
 FAKE_MODEL = ModelFiles("fake", "fake", Path())
@@ -42,7 +42,7 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
 
 def build_engine(
     settings: Settings, files: ModelFiles, report: Report
-) -> tuple[Engine, EngineInfo]:
+) -> tuple[ServingEngine, EngineInfo]:
     """Load the model and put an engine around it. Raises SetupError."""
     if settings.engine == "naive":
         from headrace.bench.naive import build_naive
@@ -125,7 +125,7 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
     from headrace.engine.server import serve
     from headrace.errors import SetupError
 
-    def build(phase: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
+    def build(phase: Callable[[str], None]) -> tuple[ServingEngine, EngineInfo]:
         def report(name: str, seconds: float) -> None:
             phase(name)
             tell.send(("phase", name, seconds))

@@ -33,12 +33,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE | {"models", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "api": BASE | {"text", "engine", "sources", "observe"},
-    "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant"},
-    "llm": BASE | {"launch", "text", "engine", "sources"},
+    "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
+    "params": {"errors"},
+    "progress": set(),
+    "llm": BASE | {"launch", "text", "engine", "sources", "params", "progress"},
     "launch": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
-    "__init__": {"llm"},
+    "__init__": {"llm", "params"},
 }
 NO_TORCH = {"gateway", "api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
 NO_TORCH |= {"config", "stages", "backends/fake", "backends/choose"}
