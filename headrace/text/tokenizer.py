@@ -36,6 +36,8 @@ class Tokenizer:
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, card: ModelCard) -> None:
+        inner.no_truncation()  # some tokenizer.json cut texts at the length of their training
+        inner.no_padding()
         self._inner = inner
         self._plain: tokenizers.Tokenizer | None = None  # as `inner`, blind to special tokens
         self._plain_lock = threading.Lock()
