@@ -11,14 +11,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from reference import agree, greedy, tiny_model
-from stepping import Job, generate
 
 from headrace.config import Settings
 from headrace.models.registry import module_of
 from headrace.models.spec import read_spec
 from headrace.runner.build import load_runner
 from headrace.sources.files import ModelFiles
+from tests.golden.reference import agree, greedy, tiny_model
+from tests.golden.stepping import Job, generate
 
 SETTINGS = Settings(dtype="float32", kv_blocks=60, block_size=8, threads=1)
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import tiny_model
-from stepping import GREEDY, Job, generate, plan, run
 
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Settings
@@ -21,6 +19,8 @@ from headrace.messages import Grow, Join, Output, Sampling, StepPlan
 from headrace.runner.build import load_runner
 from headrace.runner.runner import TorchRunner
 from headrace.sources.files import ModelFiles
+from tests.golden.reference import tiny_model
+from tests.golden.stepping import GREEDY, Job, generate, plan, run
 
 BLOCK = 8
 SETTINGS = Settings(dtype="float32", kv_blocks=128, max_num_seqs=24, block_size=BLOCK, threads=1)
@@ -296,9 +296,11 @@ def test_a_broken_plan_raises_from_result(runner: TorchRunner) -> None:
 
 def test_a_step_without_rows_applies_its_deltas(runner: TorchRunner) -> None:
     run(runner, plan(0, joins=[Join(2, GREEDY, 0, [[1]])]))
-    assert run(runner, plan(1, leaves=[2])).tokens == []
-    with pytest.raises(AssertionError, match="leaves but is free"):
-        run(runner, plan(2, leaves=[2]))
+    with pytest.raises(AssertionError, match="joined twice"):
+        run(runner, plan(1, joins=[Join(2, GREEDY, 0, [[1]])]))
+    assert run(runner, plan(2, leaves=[2])).tokens == []
+    run(runner, plan(3, leaves=[2]))  # named again, as after a step that broke
+    run(runner, plan(4, joins=[Join(2, GREEDY, 0, [[1]])]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference import TINY, agree, greedy, tiny_model
-from stepping import GREEDY, Job, generate, plan
 
 from headrace.config import Settings
 from headrace.messages import Join, StepPlan
 from headrace.runner.build import load_runner
 from headrace.runner.runner import TorchRunner
+from tests.golden.reference import TINY, agree, greedy, tiny_model
+from tests.golden.stepping import GREEDY, Job, generate, plan
 
 SETTINGS = Settings(dtype="float32", kv_blocks=160, max_num_seqs=24, block_size=8, threads=1)
 Pair = tuple[Any, TorchRunner]
