@@ -305,11 +305,11 @@ class _Streamer:
         """All tokens were put: `generate()` returns next, and that says the same."""
 
 
-def hugging_face(model: Any) -> Callable[..., None]:
+def hugging_face(model: Any, threads: int = 0) -> Callable[..., None]:
     """`generate()` of a transformers causal model, one prompt a call, as `NaiveEngine` wants it.
 
     Draws are torch's, not headrace's: a seed gives the same tokens here each time, and other ones
-    than the real engine gives.
+    than the real engine gives. `threads`: compute threads; 0 = torch's own choice.
     """
     import torch
 
@@ -324,6 +324,8 @@ def hugging_face(model: Any) -> Callable[..., None]:
         stop_ids: list[int],
         on_token: Callable[[int], None],
     ) -> None:
+        if threads:
+            torch.set_num_threads(threads)  # holds for the calling thread alone: the worker
         ids = torch.tensor([prompt], device=model.device)
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed((sampling.seed ^ choice * 0x9E3779B97F4A7C15) % 2**64)
@@ -364,7 +366,6 @@ def build_naive(
     refuse(settings)
     begun = time.perf_counter()
     _need_transformers()
-    import torch
 
     from headrace.backends.cpu import device
     from headrace.bench.naive_model import hf_model
@@ -373,7 +374,6 @@ def build_naive(
     from headrace.runner.checkpoint import dtypes_of, open_checkpoint
 
     report("import torch and transformers", time.perf_counter() - begun)
-    torch.set_num_threads(settings.threads or device.cores())
     begun = time.perf_counter()
     spec = read_spec(files)
     length = ledger.wanted_model_len(settings, spec).value
@@ -390,7 +390,7 @@ def build_naive(
     )
     engine = NaiveEngine(
         settings,
-        hugging_face(model),
+        hugging_face(model, settings.threads or device.cores()),
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
     )

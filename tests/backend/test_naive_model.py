@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,3 +108,16 @@ def test_the_global_generator_is_left_alone(engine: NaiveEngine) -> None:
     run(engine, Submit(1, [5], 4, Sampling(temperature=1.0, seed=9)))
     engine.close()  # the worker has left generate() for certain
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_threads_are_set_where_generate_runs(model: Any) -> None:
+    seen: list[int] = []
+    generate = hugging_face(model, threads=1)
+    worker = threading.Thread(
+        target=lambda: generate(
+            [5], 2, Sampling(temperature=0.0), 0, [], lambda _: seen.append(torch.get_num_threads())
+        )
+    )
+    worker.start()
+    worker.join()
+    assert seen == [1, 1]
