@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
 from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError
@@ -23,18 +25,15 @@ if TYPE_CHECKING:
     from headrace.engine.protocol import ServingEngine
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
-FAKE_MODEL = ModelFiles("fake", "fake", Path())
 FAKE_MODEL_LEN, FAKE_KV_BLOCKS = 8192, 4096
 
 
 def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
     """Resolve (and, where needed, download) the model that `settings` name."""
-    if settings.backend == "fake" and not settings.model:
-        files = FAKE_MODEL
-    else:
-        from headrace.sources.resolve import resolve
+    from headrace.sources.resolve import FAKE, resolve
 
-        files = resolve(settings.model, say=say)
+    fake = settings.backend == "fake" and not settings.model
+    files = FAKE if fake else resolve(settings.model, say=say)
     if not settings.served_model_name:
         return files
     return ModelFiles(settings.served_model_name, files.kind, files.path)
@@ -117,6 +116,7 @@ def run_server(settings: Settings) -> int:
     begun = time.perf_counter()
     resolve_backend(settings)  # refuse what cannot run before anything is downloaded
     files = find_model(settings, say)
+    settings = msgspec.structs.replace(settings, served_model_name=files.name)
     return Supervisor(settings, files, say, begun).run()
 
 
