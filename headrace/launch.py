@@ -19,6 +19,7 @@ from headrace.backends.choose import resolve_api_workers, resolve_backend, resol
 from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError
 from headrace.messages import EngineInfo
+from headrace.observe.logs import configure_logging
 from headrace.sources.files import ModelFiles
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def run_server(settings: Settings) -> int:
 
 def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: Any) -> None:
     """Entry point of the engine process. `tell` is a pipe to the supervisor."""
+    configure_logging(settings.log_level)
     from headrace.engine.server import serve
     from headrace.errors import SetupError
 
@@ -146,6 +148,7 @@ def api_process(
     folder: Path, settings: Settings, files: ModelFiles, worker: int, sock: Any
 ) -> None:
     """Entry point of one HTTP process."""
+    configure_logging(settings.log_level)
     from headrace.api.server import serve
 
     serve(folder, settings, files, worker, sock)
