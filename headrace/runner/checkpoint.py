@@ -107,7 +107,8 @@ class GgufFile:
             name: Stored(info.shape, ggml.type_name(info.ggml_type))
             for name, info in self.header.tensors.items()
         }
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        # A plain view: every slice of a memmap object pays for its bookkeeping.
+        self._data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
         for name, info in self.header.tensors.items():
             columns = info.shape[-1] if info.shape else 1
             rows = int(np.prod(info.shape[:-1], dtype=np.int64))
