@@ -13,28 +13,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
 from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError
 from headrace.messages import EngineInfo
+from headrace.observe.logs import configure_logging
 from headrace.sources.files import ModelFiles
 
 if TYPE_CHECKING:
-    from headrace.engine.loop import Engine
+    from headrace.engine.protocol import ServingEngine
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
-FAKE_MODEL = ModelFiles("fake", "fake", Path())
 FAKE_MODEL_LEN, FAKE_KV_BLOCKS = 8192, 4096
 
 
 def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
     """Resolve (and, where needed, download) the model that `settings` name."""
-    if settings.backend == "fake" and not settings.model:
-        files = FAKE_MODEL
-    else:
-        from headrace.sources.resolve import resolve
+    from headrace.sources.resolve import FAKE, resolve
 
-        files = resolve(settings.model, say=say)
+    fake = settings.backend == "fake" and not settings.model
+    files = FAKE if fake else resolve(settings.model, say=say)
     if not settings.served_model_name:
         return files
     return ModelFiles(settings.served_model_name, files.kind, files.path)
@@ -42,7 +42,7 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
 
 def build_engine(
     settings: Settings, files: ModelFiles, report: Report
-) -> tuple[Engine, EngineInfo]:
+) -> tuple[ServingEngine, EngineInfo]:
     """Load the model and put an engine around it. Raises SetupError."""
     if settings.engine == "naive":
         from headrace.bench.naive import build_naive
@@ -117,15 +117,17 @@ def run_server(settings: Settings) -> int:
     begun = time.perf_counter()
     resolve_backend(settings)  # refuse what cannot run before anything is downloaded
     files = find_model(settings, say)
+    settings = msgspec.structs.replace(settings, served_model_name=files.name)
     return Supervisor(settings, files, say, begun).run()
 
 
 def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: Any) -> None:
     """Entry point of the engine process. `tell` is a pipe to the supervisor."""
+    configure_logging(settings.log_level)
     from headrace.engine.server import serve
     from headrace.errors import SetupError
 
-    def build(phase: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
+    def build(phase: Callable[[str], None]) -> tuple[ServingEngine, EngineInfo]:
         def report(name: str, seconds: float) -> None:
             phase(name)
             tell.send(("phase", name, seconds))
@@ -146,6 +148,7 @@ def api_process(
     folder: Path, settings: Settings, files: ModelFiles, worker: int, sock: Any
 ) -> None:
     """Entry point of one HTTP process."""
+    configure_logging(settings.log_level)
     from headrace.api.server import serve
 
     serve(folder, settings, files, worker, sock)

@@ -49,7 +49,8 @@ class Edge:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        exchange = Exchange(_request_id(headers), scope.get("state", {}).get("transport"))
+        transport = scope.get("state", {}).get("transport")
+        exchange = Exchange(_request_id(headers), send, transport)
         scope["headrace.exchange"] = exchange
         id_header = (b"x-request-id", exchange.request_id.encode())
 

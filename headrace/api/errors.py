@@ -10,7 +10,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.errors import Busy, HeadraceError, InvalidRequest, NotFound, Unauthorized, WrongMethod
+from headrace.errors import (
+    Busy,
+    HeadraceError,
+    InvalidRequest,
+    NotFound,
+    TooLarge,
+    Unauthorized,
+    WrongMethod,
+)
 
 log = logging.getLogger("headrace.api")
 
@@ -46,6 +54,8 @@ def response_of(error: HeadraceError) -> Response:
     headers = {}
     if isinstance(error, Busy):
         headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, TooLarge):  # the rest of the body is not read
+        headers["connection"] = "close"
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     return Response(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
+import struct
 import time
+from collections.abc import Callable
 
 from starlette.requests import Request
+from starlette.types import Send
 
 from headrace.engine.client import TokenStream
 from headrace.errors import HeadraceError
@@ -23,6 +27,7 @@ class Exchange:
         "detail",
         "error",
         "request_id",
+        "send",
         "sending_since_s",
         "sent_s",
         "status",
@@ -30,7 +35,10 @@ class Exchange:
         "transport",
     )
 
-    def __init__(self, request_id: str, transport: asyncio.Transport | None) -> None:
+    def __init__(
+        self, request_id: str, send: Send, transport: asyncio.Transport | None = None
+    ) -> None:
+        self.send = send  # the server's own
         self.request_id = request_id
         self.transport = transport  # None in an in-process test: nothing can get stuck there
         self.arrived_s = time.monotonic()
@@ -40,6 +48,13 @@ class Exchange:
         self.error: HeadraceError | None = None  # ended the stream after its start
         self.detail = ""  # for the access log: counts, never text
         self.tokens: TokenStream | None = None  # set while a stream may want keep-alives
+
+    async def write(self, data: bytes) -> None:
+        """One piece of a body that has begun, past the layers that only care for its start."""
+        self.sending_since_s = time.monotonic()
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        self.sending_since_s = 0.0
+        self.sent_s = time.monotonic()
 
 
 def exchange_of(request: Request) -> Exchange:
@@ -52,7 +67,10 @@ def exchange_of(request: Request) -> Exchange:
 class Exchanges:
     """All open exchanges of this process."""
 
-    def __init__(self, stall_timeout_s: float, keepalive_s: float) -> None:
+    def __init__(
+        self, stall_timeout_s: float, keepalive_s: float, on_sweep: Callable[[], None]
+    ) -> None:
+        self._on_sweep = on_sweep
         self.open: set[Exchange] = set()
         self._left = asyncio.Event()  # one was removed
         self._stall_timeout_s = stall_timeout_s
@@ -83,6 +101,7 @@ class Exchanges:
         """
         while True:
             await asyncio.sleep(self._period_s)
+            self._on_sweep()
             now_s = time.monotonic()
             for exchange in list(self.open):
                 since_s = exchange.sending_since_s
@@ -101,4 +120,7 @@ class Exchanges:
         log.warning("%s: the client took no bytes for %.1f s", exchange.request_id, stuck_s)
         exchange.sending_since_s = 0.0
         if exchange.transport is not None:
+            sock = exchange.transport.get_extra_info("socket")
+            if sock is not None:  # reset: the kernel drops what it still holds for this client
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             exchange.transport.abort()  # the disconnect then aborts the request in the engine

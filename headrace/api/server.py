@@ -30,10 +30,11 @@ log = logging.getLogger("headrace.api")
 KEEP_ALIVE_S = 75  # an idle connection is closed after this
 AFTER_DEADLINE_S = 5.0  # for the last error events to leave
 MAX_HEADER_BYTES = 64 * 1024
+SEND_BUFFER_BYTES = 256 * 1024  # the kernel would hold megabytes for each slow reader
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, with the transport within reach (to cut a stuck client) and bounded headers."""
+    """uvicorn's, with the transport within reach (to cut a stuck client) and bounded buffers."""
 
     _header_bytes = 0
 
@@ -41,6 +42,7 @@ class Protocol(HttpToolsProtocol):
         tcp = transport.get_extra_info("socket")
         if tcp is not None and tcp.family in (socket.AF_INET, socket.AF_INET6):
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.app_state = {**self.app_state, "transport": transport}
         super().connection_made(transport)
 
@@ -78,13 +80,16 @@ def serve(
         settings, name, read_card(files), load_tokenizer(files), client, metrics, worker
     )
     client.on_done = service.on_done
-    exchanges = Exchanges(settings.stall_timeout_s, settings.keepalive_s)
+    exchanges = Exchanges(
+        settings.stall_timeout_s, settings.keepalive_s, metrics.inter_token_s.flush
+    )
     config = uvicorn.Config(
         create_app(service, exchanges),
         http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,

@@ -126,7 +126,7 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             try:
                 while True:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await self._exchange.write(data)
                     if tokens.done:
                         break
                     data = await self._next()
@@ -170,7 +170,7 @@ class EventStream:
         if not deltas:
             return b"" if answer.stream.done else KEEP_ALIVE
         if before_s:
-            self._metrics.inter_token_s.observe(answer.stream.last_token_s - before_s)
+            self._metrics.inter_token_s.note(answer.stream.last_token_s - before_s)
         out: list[bytes] = []
         for delta in deltas:
             choice = answer.choices[delta.index]

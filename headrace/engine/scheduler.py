@@ -61,7 +61,7 @@ class Scheduler:
     @property
     def free_rows(self) -> int:
         """Rows that an admission could take now."""
-        return 0 if self.static and self.running else len(self._free_rows)
+        return 0 if self.static and self.resident_requests else len(self._free_rows)
 
     @property
     def has_work(self) -> bool:

@@ -39,7 +39,7 @@ from headrace.messages import (
 from headrace.observe.metrics import REGISTRY, EngineMetrics
 
 if TYPE_CHECKING:
-    from headrace.engine.loop import Engine
+    from headrace.engine.protocol import ServingEngine
 
 log = logging.getLogger("headrace.engine")
 
@@ -48,7 +48,7 @@ IDLE_POLL_MS = 1000  # an idle engine wakes this often to judge silent API proce
 INTAKE = 1024  # messages taken between two steps
 SEND_QUEUE = 4096  # messages ZMQ holds for one API process before it counts as stalled
 
-Build = Callable[[Callable[[str], None]], tuple["Engine", EngineInfo]]
+Build = Callable[[Callable[[str], None]], tuple["ServingEngine", EngineInfo]]
 
 
 class Pulser(threading.Thread):
@@ -114,7 +114,7 @@ class Post:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         folder: Path,
-        engine: Engine,
+        engine: ServingEngine,
         api_timeout_s: float,
     ) -> None:
         self.socket = context.socket(zmq.ROUTER)
@@ -292,7 +292,11 @@ def run(
 
 
 def _loop(
-    stopper: Stopper, pulser: Pulser, post: Post, engine: Engine, metrics: EngineMetrics
+    stopper: Stopper,
+    pulser: Pulser,
+    post: Post,
+    engine: ServingEngine,
+    metrics: EngineMetrics,
 ) -> None:
     """Inbox, turn, outbox; blocked in `poll` while there is no work."""
     poller = zmq.Poller()

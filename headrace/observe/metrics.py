@@ -7,6 +7,7 @@ into that folder and any of them can show the sum; without it, one process shows
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -133,6 +134,29 @@ class EngineMetrics:
                 self._last_finished[reason] = count
 
 
+class BatchedHistogram(Histogram):
+    """A histogram for observations that come once a token: kept here, written in batches."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._pending = [0] * len(self._buckets)
+        self._pending_sum = 0.0
+
+    def note(self, value: float) -> None:
+        """As `observe`; shown after the next `flush`."""
+        self._pending[bisect_left(self._upper_bounds, value)] += 1
+        self._pending_sum += value
+
+    def flush(self) -> None:
+        """Write what was noted."""
+        for bucket, count in zip(self._buckets, self._pending, strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(self._pending_sum)
+        self._pending = [0] * len(self._buckets)
+        self._pending_sum = 0.0
+
+
 class ApiMetrics:
     """What one HTTP process measures."""
 
@@ -155,7 +179,13 @@ class ApiMetrics:
         self.decode_s = histogram("headrace_decode_seconds", "first token to last token")
         self.ttft_s = histogram("headrace_ttft_seconds", "HTTP arrival to first token")
         self.e2e_s = histogram("headrace_e2e_seconds", "HTTP arrival to the end of the request")
-        self.inter_token_s = histogram("headrace_inter_token_seconds", "token to next token")
+        self.inter_token_s = BatchedHistogram(
+            "headrace_inter_token_seconds",
+            "token to next token",
+            ["model_name"],
+            registry=registry,
+            buckets=FINE,
+        ).labels(model_name)
         self.tokenize_s = histogram(
             "headrace_tokenize_seconds", "template and tokenisation of one request", WORK
         )
@@ -169,6 +199,7 @@ class ApiMetrics:
 
     def expose(self) -> bytes:
         """The text for /metrics: all processes added up, or this one. Takes milliseconds."""
+        self.inter_token_s.flush()
         return expose(self._registry)
 
 

@@ -49,7 +49,12 @@ def read_card(files: ModelFiles) -> ModelCard:
     """The card of a resolved model. Raises ModelError for unreadable or contradictory files."""
     if files.kind == "fake":
         return _fake_card()
-    return gguf_card(read_header(files.path)) if files.kind == "gguf" else _hf_card(files.path)
+    try:
+        return gguf_card(read_header(files.path)) if files.kind == "gguf" else _hf_card(files.path)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of a wrong type
+        raise ModelError(
+            f"{files.path}: malformed metadata: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _fake_card() -> ModelCard:

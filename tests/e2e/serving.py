@@ -81,7 +81,19 @@ class Server:
         script = str(ROOT / "tests" / "e2e" / "processes.py")
         raw = msgspec.json.encode(self.settings).decode()
         return subprocess.Popen(
-            [sys.executable, "-W", "error", script, role, str(self.folder), raw, *arguments],
+            # prometheus_client leaves its mapped files to the end of the process.
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-W",
+                "ignore::ResourceWarning",
+                script,
+                role,
+                str(self.folder),
+                raw,
+                *arguments,
+            ],
             cwd=ROOT,
             env={
                 **os.environ,

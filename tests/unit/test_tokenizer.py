@@ -122,6 +122,14 @@ def test_round_trip(name: str, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, parse_special=False)) == text
 
 
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    inner = fake_tokenizer.build()
+    inner.enable_truncation(4)
+    inner.enable_padding(length=8)
+    tokenizer = load_tokenizer(folder(tmp_path, inner))
+    assert tokenizer.encode_batch(["abcdef", "a"]) == [list(b"abcdef"), [97]]
+
+
 def test_lone_surrogates_do_not_raise() -> None:
     assert KINDS["byte_level"].encode("a\ud800b", add_special=False) == list(b"a?b")
 

@@ -1,0 +1,187 @@
+"""Random lives of many requests: scheduler, cache and fake runner together.
+
+After every rule the cache is whole; after every turn nothing is said twice or too late; in the end
+every id has exactly one Done, every token is the reference's, and everything was given back.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.messages import Sampling
+from tests.unit.engine_rig import Rig
+
+OWNERS = 3
+EOS = 258
+SHARED = [(i * 5) % 256 for i in range(64)]  # prompts begin alike, so that they share blocks
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([0.5, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One engine with tiny memory and three owners."""
+
+    rig: Rig
+
+    @initialize(
+        blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        rows=st.integers(1, 6),
+        budget=st.integers(6, 40),
+        overlap=st.booleans(),
+        prefix_caching=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(["fcfs", "priority", "priority", "static"]),
+        max_queue=st.sampled_from([50, 50, 4, 0]),
+        max_wait_s=st.sampled_from([0.0, 3.0, 1000.0]),
+    )
+    def start(
+        self,
+        blocks: int,
+        block_size: int,
+        rows: int,
+        budget: int,
+        overlap: bool,
+        prefix_caching: bool,
+        policy: str,
+        max_queue: int,
+        max_wait_s: float,
+    ) -> None:
+        self.rig = Rig(
+            blocks,
+            block_size,
+            rows,
+            overlap=overlap,
+            max_model_len=60,
+            prefix_caching=prefix_caching,
+            eos=(EOS,),
+            max_num_batched_tokens=budget,
+            scheduling_policy=policy,
+            max_queue=max_queue,
+            max_wait_s=max_wait_s,
+        )
+        self.gone: set[tuple[int, int]] = set()
+        self.finished: dict[tuple[int, int, int], int] = {}
+
+    @rule(
+        shape=st.randoms(use_true_random=False),
+        count=st.integers(1, 4),
+        owner=st.integers(0, OWNERS - 1),
+        sampling=samplings,
+    )
+    def submit(self, shape: Random, count: int, owner: int, sampling: Sampling) -> None:
+        """A few requests that mostly fit; sizes come from `shape`, so that they spread evenly."""
+        pool_tokens = min(60, self.rig.kv.size * self.rig.kv.block_size)
+        for _ in range(count):
+            shared = shape.randrange(0, max(1, pool_tokens // 2))
+            own = [shape.randrange(3) for _ in range(shape.randrange(4))]
+            prompt = SHARED[:shared] + own or [7]
+            most = max(1, pool_tokens - len(prompt) + (shape.random() < 0.05) * 5)
+            self.rig.submit(
+                prompt,
+                shape.randint(1, min(30, most)),
+                owner,
+                sampling=sampling,
+                n=shape.choice([1, 1, 1, min(2, self.rig.engine.scheduler.rows), 3]),
+                priority=shape.randint(-1, 2),
+                cache_salt=shape.choice(["", "", "", "s"]),
+                adapter=shape.choice(["", "", "", "a"]),
+                stop_ids=shape.choice([[], [EOS], [EOS, ord("e")]]),
+            )
+
+    @rule(turns=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.5, 2.0]))
+    def turn(self, turns: int, seconds: float) -> None:
+        for _ in range(turns):
+            self.rig.clock.now += seconds
+            self.rig.turn()
+
+    def _pick(self, number: int) -> tuple[int, int]:
+        ids = [i for i in self.rig.submits if i not in self.rig.dones and i not in self.gone]
+        ids = ids or list(self.rig.submits)  # one that has ended, which must change nothing
+        return ids[number % len(ids)]
+
+    @precondition(lambda self: self.rig.submits)
+    @rule(number=st.integers(0, 99))
+    def abort(self, number: int) -> None:
+        owner, handle = self._pick(number)
+        self.rig.abort(handle, owner)
+
+    @precondition(lambda self: self.rig.tokens)
+    @rule(number=st.integers(0, 99), cut=st.integers(0, 3))
+    def finish(self, number: int, cut: int) -> None:
+        keys = [k for k in self.rig.tokens if k not in self.rig.ends] or list(self.rig.tokens)
+        key = keys[number % len(keys)]
+        n_tokens = max(1, len(self.rig.tokens[key]) - cut)
+        self.rig.finish(key[1], key[2], n_tokens, key[0])
+        if key not in self.rig.ends:
+            self.finished[key] = n_tokens
+
+    @rule(owner=st.integers(0, OWNERS - 1))
+    def drop(self, owner: int) -> None:
+        self.rig.engine.drop_owner(owner)
+        lost = {i for i in self.rig.submits if i[0] == owner and i not in self.rig.dones}
+        self.gone |= lost
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.kv.check()
+            scheduler = self.rig.engine.scheduler
+            here = [s for s in scheduler.running if s.row >= 0]
+            assert scheduler.growth_blocks == sum(scheduler._growth(s) for s in here)
+            assert [s.key for s in here] == sorted(s.key for s in here)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        rig = self.rig
+        rig.run(turns=3000)
+        rig.check_tokens()
+        rig.check_idle()
+        assert set(rig.dones) == set(rig.submits) - self.gone
+        for key, done in rig.dones.items():
+            submit = rig.submits[key]
+            assert done.error in ("", "queue_full", "invalid_request", "context_length_exceeded")
+            if done.error:
+                continue
+            assert 0 <= done.cached_tokens <= done.prompt_tokens == len(submit.prompt)
+            total = 0
+            for choice in range(submit.n):
+                choice_key = (*key, choice)
+                total += self._check_end(choice_key, submit.max_tokens, submit.stop_ids)
+            if not any((*key, choice) in self.finished for choice in range(submit.n)):
+                assert done.output_tokens == total
+
+    def _check_end(self, key: tuple[int, int, int], max_tokens: int, stop_ids: list[int]) -> int:
+        end, tokens = self.rig.ends[key], self.rig.tokens.get(key, [])
+        assert not set(tokens[:-1]) & set(stop_ids), "it went on past a stop id"
+        if end.reason == "length":
+            assert len(tokens) == max_tokens
+        elif end.stop_id >= 0:
+            assert (end.reason, tokens[-1]) == ("stop", end.stop_id)
+            assert end.stop_id in stop_ids
+        elif end.reason == "stop":
+            assert key in self.finished, "a stop that nobody asked for"
+        else:
+            assert end.reason == "abort"
+        return len(tokens)
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=120,
+    stateful_step_count=30,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
