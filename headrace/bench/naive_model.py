@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from headrace.errors import ModelError
 from headrace.models.registry import module_of
@@ -18,19 +18,13 @@ from headrace.runner.checkpoint import open_checkpoint
 from headrace.runner.weights import halves
 from headrace.sources.files import ModelFiles
 
-_CONFIGS = {
-    "llama": LlamaConfig,
-    "LlamaForCausalLM": LlamaConfig,
-    "MistralForCausalLM": MistralConfig,
-    "qwen2": Qwen2Config,
-    "Qwen2ForCausalLM": Qwen2Config,
-}
+_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}  # by GGUF architecture
 
 
 def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
     """A transformers model in eval mode with the weights of `files`.
 
-    Raises ModelError for an architecture or a rope scaling without a transformers counterpart here.
+    Raises ModelError for a GGUF architecture whose transformers config is not known here.
     """
     if files.kind == "hf":
         return AutoModelForCausalLM.from_pretrained(
@@ -42,6 +36,9 @@ def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
     state = {}
     for slot in module_of(spec.architecture).slots(spec):
         tensor = checkpoint.read(slot.gguf, 0, slot.shape[0])
+        if not slot.hf:  # rope_freqs.weight: transformers has no tensor for it
+            model.model.rotary_emb.inv_freq /= tensor
+            continue
         pairs = slot.interleaved_heads
         state[slot.hf] = (halves(tensor, pairs) if pairs else tensor).to(dtype)
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -51,14 +48,12 @@ def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
 
 
 def hf_config(spec: ModelSpec) -> Any:
-    """The transformers config of `spec`. It names no stop token: callers of generate() do."""
+    """The transformers config of a GGUF model. It names no stop token: callers of generate() do."""
     if spec.architecture not in _CONFIGS:
         raise ModelError(f"{spec.architecture}: no transformers config is known for it here")
-    rope: dict[str, Any] = {"rope_type": spec.rope.kind, "rope_theta": spec.rope.theta}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope.theta}
     if spec.rope.kind == "linear":
-        rope["factor"] = spec.rope.factor
-    elif spec.rope.kind != "default":
-        raise ModelError(f"rope kind {spec.rope.kind!r} of a GGUF file is not mapped here")
+        rope |= {"rope_type": "linear", "factor": spec.rope.factor}
     return _CONFIGS[spec.architecture](
         vocab_size=spec.vocab_rows,
         hidden_size=spec.hidden,
@@ -74,5 +69,4 @@ def hf_config(spec: ModelSpec) -> Any:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        **({"sliding_window": None} if "istral" in spec.architecture else {}),
     )

@@ -28,7 +28,10 @@ class Stage(Protocol):
         """The rows that use the stage, ascending."""
 
     def apply(self, logits: Tensor, columns: Columns) -> Tensor:
-        """New logits [rows, vocab] float64 for these rows and these columns of theirs."""
+        """New logits [rows, vocab] float64 for these rows and these columns of theirs.
+
+        May overwrite `logits`.
+        """
 
 
 class Temperature:
@@ -41,8 +44,10 @@ class Temperature:
 
     def apply(self, logits: Tensor, columns: Columns) -> Tensor:
         peak = logits.amax(-1, keepdim=True)
-        return (logits - peak) / torch.from_numpy(columns.temperature)[:, None]
+        return logits.sub_(peak).div_(torch.from_numpy(columns.temperature)[:, None])
 
+
+_ROWS_AT_ONCE = 8  # their float64 logits stay in the cache; rows do not touch each other
 
 STAGES: tuple[Stage, ...] = (Temperature(), TopK(), TopP(), MinP())
 
@@ -60,16 +65,17 @@ def sample(logits: Tensor, columns: Columns, stages: Sequence[Stage] = STAGES) -
         still = torch.from_numpy(np.flatnonzero(greedy))
         tokens[still] = logits[still].argmax(-1)
     drawn = np.flatnonzero(~greedy)
-    rows = torch.from_numpy(drawn)
-    columns = columns.take(drawn)
-    kept = run_stages(logits[rows].double(), columns, stages)
-    u = torch.from_numpy(uniform(columns.seed, columns.choice, columns.position))
-    tokens[rows] = inverse_cdf(kept, u)
+    for at in range(0, drawn.size, _ROWS_AT_ONCE):
+        part = drawn[at : at + _ROWS_AT_ONCE]
+        rows, some = torch.from_numpy(part), columns.take(part)
+        kept = run_stages(logits[rows].double(), some, stages)
+        u = torch.from_numpy(uniform(some.seed, some.choice, some.position))
+        tokens[rows] = inverse_cdf(kept, u)
     return tokens
 
 
 def run_stages(logits: Tensor, columns: Columns, stages: Sequence[Stage]) -> Tensor:
-    """logits [rows, vocab] float64 through every stage that some row uses."""
+    """logits [rows, vocab] float64, overwritten, through every stage that some row uses."""
     for stage in stages:
         used = stage.rows(columns, logits.shape[1])
         if len(used) == logits.shape[0]:
@@ -84,8 +90,7 @@ def inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
     The first token whose cumulative weight exceeds u times the total: never one of weight 0.
     """
-    weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    cumulative = weights.cumsum(-1)
+    cumulative = (logits - logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
     total = cumulative[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
     return torch.searchsorted(cumulative, torch.minimum(u[:, None] * total, below), right=True)[

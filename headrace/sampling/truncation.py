@@ -12,11 +12,11 @@ from torch import Tensor
 
 from headrace.sampling.params import Columns
 
-_FIRST_LOOK = 1024  # candidates that top-p sorts before it sorts the whole vocabulary
+_LOOKS = (256, 4096)  # candidates that top-p sorts before it sorts the whole vocabulary
 
 
 def keep_largest(logits: Tensor, counts: Tensor) -> Tensor:
-    """The counts[i] largest of row i, 1 <= counts[i] <= vocab; the rest become -inf."""
+    """The counts[i] largest of row i, 1 <= counts[i] <= vocab; the rest become -inf, in place."""
     candidates = torch.topk(logits, int(counts.max()), dim=-1).values
     return _keep_above(logits, counts, candidates)
 
@@ -26,8 +26,9 @@ def _keep_above(logits: Tensor, counts: Tensor, candidates: Tensor) -> Tensor:
     edge = candidates.gather(1, counts[:, None] - 1)
     above, equal = logits > edge, logits == edge
     room = counts[:, None] - above.sum(-1, keepdim=True)
-    kept = above | (equal & (equal.cumsum(-1) <= room))
-    return logits.masked_fill(~kept, -torch.inf)
+    if (equal.sum(-1, keepdim=True) > room).any():  # more equals than places: lowest ids first
+        equal &= equal.cumsum(-1) <= room
+    return logits.masked_fill_((above | equal).logical_not_(), -torch.inf)
 
 
 class TopK:
@@ -59,13 +60,13 @@ class TopP:
         top_p = torch.from_numpy(columns.top_p)[:, None]
         peak = logits.amax(-1, keepdim=True)
         # cumsum, not sum: it adds a row up in the same order whatever the batch.
-        total = (logits - peak).exp().cumsum(-1)[:, -1:]
+        total = (logits - peak).exp_().cumsum(-1)[:, -1:]
         out = torch.empty_like(logits)
         left = torch.arange(logits.shape[0])
-        for looked_at in (min(_FIRST_LOOK, logits.shape[1]), logits.shape[1]):
+        for looked_at in (*(n for n in _LOOKS if n < logits.shape[1]), logits.shape[1]):
             rows = logits[left]
             candidates = torch.topk(rows, looked_at, dim=-1).values
-            mass = (candidates - peak[left]).exp().cumsum(-1)
+            mass = (candidates - peak[left]).exp_().cumsum(-1)
             wanted = top_p[left] * total[left]
             before = torch.cat((torch.zeros_like(wanted), mass[:, :-1]), dim=-1)
             counts = (before < wanted).sum(-1).clamp(min=1)
@@ -90,5 +91,5 @@ class MinP:
         return [int(row) for row in np.flatnonzero(columns.min_p > 0.0)]
 
     def apply(self, logits: Tensor, columns: Columns) -> Tensor:
-        ratio = (logits - logits.amax(-1, keepdim=True)).exp()
-        return logits.masked_fill(ratio < torch.from_numpy(columns.min_p)[:, None], -torch.inf)
+        ratio = (logits - logits.amax(-1, keepdim=True)).exp_()
+        return logits.masked_fill_(ratio < torch.from_numpy(columns.min_p)[:, None], -torch.inf)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.bench.naive_model import hf_model
 from headrace.config import Settings
 from headrace.models.registry import module_of
 from headrace.models.spec import read_spec
@@ -110,3 +111,7 @@ def test_gguf_equals_transformers(tmp_path: Path, name: str, architecture: str) 
         (tokens,) = generate(runner, [Job(prompt, 10, chunk=40)])
         assert agree(tokens, greedy(model, prompt, 10)) == 10
     runner.close()
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        naive = hf_model(gguf_files, torch.float32)(ids).logits
+        torch.testing.assert_close(naive, model(ids).logits, rtol=1e-4, atol=1e-4)
