@@ -56,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     engine_timeout_s: Seconds = 10.0
     shutdown_timeout_s: Seconds = 30.0
     stall_timeout_s: Seconds = 60.0
+    receive_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     keepalive_s: Annotated[float, Meta(gt=0)] = 15.0
     max_body_bytes: Positive = 8 * 2**20
     restart: bool = False
@@ -91,6 +92,7 @@ HELP: Mapping[str, str] = {
     "engine_timeout_s": "an engine process silent for this long fails open streams",
     "shutdown_timeout_s": "after SIGTERM, running streams have this long to end",
     "stall_timeout_s": "a client that takes no bytes for this long is dropped",
+    "receive_timeout_s": "a client that sends no whole request in this time is dropped",
     "keepalive_s": "seconds of silence after which a stream gets a comment",
     "max_body_bytes": "largest request body",
     "restart": "start the engine again when it dies, instead of ending the server",

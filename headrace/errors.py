@@ -7,6 +7,7 @@
     │   ├── Unauthorized            401  invalid_api_key
     │   ├── NotFound                404  model_not_found, or the code given
     │   ├── WrongMethod             405  method_not_allowed
+    │   ├── TooSlow                 408  request_timeout
     │   ├── TooLarge                413  request_too_large
     │   └── WrongMediaType          415  unsupported_media_type
     ├── Busy                        nobody's fault; retry after `retry_after_s`
@@ -89,6 +90,13 @@ class WrongMediaType(ClientError):
 
     status = 415
     code = "unsupported_media_type"
+
+
+class TooSlow(ClientError):
+    """The request did not arrive whole in time."""
+
+    status = 408
+    code = "request_timeout"
 
 
 class TooLarge(ClientError):

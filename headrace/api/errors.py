@@ -22,6 +22,7 @@ from headrace.errors import (
 
 log = logging.getLogger("headrace.api")
 
+MAX_MESSAGE = 1000  # characters
 CLIENT_GONE = 499  # for the log and metrics; nobody is there to read it
 
 
@@ -33,10 +34,16 @@ class ClientGone(HeadraceError):
 
 
 def body_of(error: HeadraceError) -> dict[str, Any]:
-    """OpenAI's error body; gateways and clients look for the top-level `error`."""
+    """OpenAI's error body; gateways and clients look for the top-level `error`.
+
+    A message may quote the client: it is cut, and holds nothing that cannot be encoded.
+    """
+    message = error.message or type(error).__name__
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "..."
     return {
         "error": {
-            "message": error.message or type(error).__name__,
+            "message": message.encode("utf-8", "replace").decode(),
             "type": error.kind,
             "param": error.param,
             "code": error.code,
@@ -44,9 +51,14 @@ def body_of(error: HeadraceError) -> dict[str, Any]:
     }
 
 
+def encoded(error: HeadraceError) -> bytes:
+    """The body's bytes."""
+    return msgspec.json.encode(body_of(error))
+
+
 def event_of(error: HeadraceError) -> bytes:
     """The SSE event that ends a stream early. No [DONE] follows: that means complete."""
-    return b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+    return b"data: " + encoded(error) + b"\n\n"
 
 
 def response_of(error: HeadraceError) -> Response:
@@ -58,9 +70,7 @@ def response_of(error: HeadraceError) -> Response:
         headers["connection"] = "close"
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    return Response(
-        msgspec.json.encode(body_of(error)), error.status, headers, media_type="application/json"
-    )
+    return Response(encoded(error), error.status, headers, media_type="application/json")
 
 
 def as_ours(error: Exception) -> HeadraceError:
@@ -81,4 +91,7 @@ async def handle(request: Request, error: Exception) -> Response:
     ours = as_ours(error)
     if ours.status >= 500 and ours is not error:
         log.error("unexpected error in %s", request.url.path, exc_info=error)
-    return response_of(ours)
+    response = response_of(ours)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})  # a 405 names the methods in `allow`
+    return response

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import struct
 import time
 from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.types import Send
 
+from headrace.api.connection import reset
 from headrace.engine.client import TokenStream
 from headrace.errors import HeadraceError
 
@@ -120,7 +119,4 @@ class Exchanges:
         log.warning("%s: the client took no bytes for %.1f s", exchange.request_id, stuck_s)
         exchange.sending_since_s = 0.0
         if exchange.transport is not None:
-            sock = exchange.transport.get_extra_info("socket")
-            if sock is not None:  # reset: the kernel drops what it still holds for this client
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            exchange.transport.abort()  # the disconnect then aborts the request in the engine
+            reset(exchange.transport)

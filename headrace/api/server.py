@@ -8,13 +8,14 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.api.app import create_app
+from headrace.api.connection import Connection, Connections
 from headrace.api.exchange import Exchanges
 from headrace.api.service import Service
 from headrace.config import Settings
@@ -29,32 +30,6 @@ log = logging.getLogger("headrace.api")
 
 KEEP_ALIVE_S = 75  # an idle connection is closed after this
 AFTER_DEADLINE_S = 5.0  # for the last error events to leave
-MAX_HEADER_BYTES = 64 * 1024
-SEND_BUFFER_BYTES = 256 * 1024  # the kernel would hold megabytes for each slow reader
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's, with the transport within reach (to cut a stuck client) and bounded buffers."""
-
-    _header_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        tcp = transport.get_extra_info("socket")
-        if tcp is not None and tcp.family in (socket.AF_INET, socket.AF_INET6):
-            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self.app_state = {**self.app_state, "transport": transport}
-        super().connection_made(transport)
-
-    def on_message_begin(self) -> None:
-        self._header_bytes = 0
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise ValueError("the headers are too large")  # answered with 400 by data_received
-        super().on_header(name, value)
 
 
 class Server(uvicorn.Server):
@@ -80,12 +55,16 @@ def serve(
         settings, name, read_card(files), load_tokenizer(files), client, metrics, worker
     )
     client.on_done = service.on_done
-    exchanges = Exchanges(
-        settings.stall_timeout_s, settings.keepalive_s, metrics.inter_token_s.flush
-    )
+    connections = Connections(settings.receive_timeout_s, settings.stall_timeout_s)
+
+    def on_sweep() -> None:
+        metrics.inter_token_s.flush()
+        connections.check()
+
+    exchanges = Exchanges(settings.stall_timeout_s, settings.keepalive_s, on_sweep)
     config = uvicorn.Config(
         create_app(service, exchanges),
-        http=Protocol,
+        http=partial(Connection, connections),  # type: ignore[arg-type]  # called, never asked
         ws="none",
         lifespan="on",
         log_config=None,
