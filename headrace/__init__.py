@@ -3,4 +3,28 @@
 `headrace serve` starts it; `headrace.LLM` is the same engine offline.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM as LLM
+    from headrace.llm import Completion as Completion
+    from headrace.params import SamplingParams as SamplingParams
+
 __version__ = "0.1.0"
+
+_LAZY = {
+    "LLM": "headrace.llm",
+    "Completion": "headrace.llm",
+    "SamplingParams": "headrace.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on use: `import headrace` stays light."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

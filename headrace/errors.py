@@ -6,7 +6,9 @@
     │   │   └── ContextTooLong      400  context_length_exceeded
     │   ├── Unauthorized            401  invalid_api_key
     │   ├── NotFound                404  model_not_found, or the code given
-    │   └── TooLarge                413  request_too_large
+    │   ├── WrongMethod             405  method_not_allowed
+    │   ├── TooLarge                413  request_too_large
+    │   └── WrongMediaType          415  unsupported_media_type
     ├── Busy                        nobody's fault; retry after `retry_after_s`
     │   ├── QueueFull               503  queue_full
     │   └── ShuttingDown            503  shutting_down
@@ -73,6 +75,20 @@ class NotFound(ClientError):
     status = 404
     code = "model_not_found"
     kind = "not_found_error"
+
+
+class WrongMethod(ClientError):
+    """The route exists, but not for this HTTP method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class WrongMediaType(ClientError):
+    """The body is declared to be something other than JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
 
 
 class TooLarge(ClientError):

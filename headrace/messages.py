@@ -16,6 +16,8 @@ import msgspec
 
 Reason = Literal["stop", "length", "abort", "error"]
 
+EVERY = -1  # Done.handle: all of this API process's live requests are gone (it was silent too long)
+
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How one sequence draws its tokens. All values are resolved: no None, no "default"."""

@@ -1,4 +1,5 @@
-"""The one seam between the engine (no torch) and whatever computes a step.
+"""The seams of the engine: `Runner`, whatever computes a step (the engine itself has no torch), and
+`ServingEngine`, what the HTTP side and `headrace.LLM` drive.
 
 Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV) and `runner.TorchRunner`.
 `tests/backend/` runs one suite against each.
@@ -10,7 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.messages import StepPlan, StepResult
+from headrace.engine.stats import EngineStats
+from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -53,3 +55,35 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free the device. No ticket may be open."""
+
+
+class ServingEngine(Protocol):
+    """Requests in, tokens out, one turn at a time. One thread calls all of it.
+
+    Implementations: `engine.loop.Engine`, and `bench.naive.NaiveEngine`, the yardstick.
+    """
+
+    def submit(self, owner: int, msg: Submit, /) -> None:
+        """Queue a request; exactly one Done answers it."""
+
+    def abort(self, owner: int, msg: Abort, /) -> None:
+        """End a request. Unknown handles are ignored."""
+
+    def finish(self, owner: int, msg: Finish, /) -> None:
+        """End one choice at a stop string."""
+
+    def drop_owner(self, owner: int, /) -> None:
+        """End all of an owner's requests; it hears no more."""
+
+    @property
+    def has_work(self) -> bool:
+        """A turn would do or say something."""
+
+    def turn(self) -> dict[int, TokenOut]:
+        """Owner -> what it is told. {} when there is nothing to say."""
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters at this moment."""
+
+    def close(self) -> None:
+        """Free the device. Live requests hear nothing more."""

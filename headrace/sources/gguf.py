@@ -23,6 +23,7 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_MAX_DEPTH = 4  # arrays in arrays
 _MAX_ITEMS = 1 << 28  # a longer array or string means a broken file, not a bigger model
 
 
@@ -74,7 +75,7 @@ class _Cursor:
         self.at += n
         return raw.decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -89,7 +90,9 @@ class _Cursor:
             values = struct.unpack_from(f"<{n}{code}", self.data, self.at)
             self.at += n * size
             return list(values)
-        return [self.value(inner) for _ in range(n)]
+        if depth == _MAX_DEPTH:
+            raise ValueError("arrays are nested too deep")
+        return [self.value(inner, depth + 1) for _ in range(n)]
 
     def _strings(self, n: int) -> list[str]:
         """The hot loop: 49k to 262k vocabulary entries."""
@@ -137,9 +140,9 @@ def _parse(data: mmap.mmap) -> Header:
             raise ValueError(f"tensor {name} has {n_dims} dimensions")
         dims = [cursor.count() for _ in range(n_dims)]
         raw.append((name, tuple(reversed(dims)), cursor.take("I", 4), cursor.take("Q", 8)))
-    align = int(metadata.get("general.alignment", 32))
-    if align < 1:
-        raise ValueError(f"alignment {align}")
+    align = metadata.get("general.alignment", 32)
+    if not isinstance(align, int) or align < 1:
+        raise ValueError(f"alignment {align!r}")
     start = (cursor.at + align - 1) // align * align
     tensors = {n: TensorInfo(n, shape, kind, start + offset) for n, shape, kind, offset in raw}
     for tensor in tensors.values():

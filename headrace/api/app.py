@@ -1,0 +1,56 @@
+"""The routes and the lifespan; everything else is in the file named after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from headrace.api import chat, completions, health, models, tokenize
+from headrace.api.edge import Edge
+from headrace.api.errors import handle
+from headrace.api.exchange import Exchanges
+from headrace.api.service import Service
+from headrace.errors import HeadraceError
+
+ROUTES = (
+    Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions.completions, methods=["POST"]),
+    Route("/v1/models", models.list_models),
+    Route("/v1/models/{model:path}", models.get_model),
+    Route("/tokenize", tokenize.tokenize, methods=["POST"]),
+    Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+    Route("/health", health.health),
+    Route("/ready", health.ready),
+    Route("/metrics", health.metrics),
+    Route("/version", health.version),
+)
+
+
+def create_app(service: Service, exchanges: Exchanges) -> Edge:
+    """The ASGI app. Its lifespan starts and closes the engine's client and the sweep."""
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await service.client.start()
+        sweep = asyncio.create_task(exchanges.sweep())
+        try:
+            yield
+        finally:
+            sweep.cancel()
+            await asyncio.gather(sweep, return_exceptions=True)
+            await service.client.close()
+
+    app = Starlette(
+        routes=ROUTES,
+        lifespan=lifespan,
+        exception_handlers={HeadraceError: handle, HTTPException: handle, Exception: handle},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    paths = [route.path for route in ROUTES]
+    return Edge(app, paths, service.metrics, exchanges, service.settings.api_key)

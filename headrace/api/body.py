@@ -1,0 +1,44 @@
+"""Read and decode a request body: bounded in bytes, JSON only, an object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from headrace.api.errors import ClientGone
+from headrace.errors import InvalidRequest, TooLarge, WrongMediaType
+
+
+async def read_body(request: Request, limit_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body. Raises WrongMediaType, TooLarge or InvalidRequest."""
+    media = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise WrongMediaType(f"send application/json, not {media!r}")
+    too_large = TooLarge(f"the body is over the limit of {limit_bytes} bytes")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise ClientGone("the client left while it sent the body") from None
+    return decode(bytes(body))
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """JSON bytes to an object. Raises InvalidRequest; NaN and 1e999 are not JSON numbers."""
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body nests too deeply") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value

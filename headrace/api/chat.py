@@ -1,0 +1,72 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from headrace.api.admission import admit
+from headrace.api.answer import Choice
+from headrace.api.body import read_body
+from headrace.api.generate import respond
+from headrace.api.prepare import prepare_chat
+from headrace.api.schemas import Chat, parse
+from headrace.api.service import service_of
+from headrace.api.stream import Chunks
+
+
+class ChatChunks(Chunks):
+    """chat.completion.chunk objects."""
+
+    object = "chat.completion.chunk"
+    before = b'"delta":{"content":'
+    after = b'},"logprobs":null,"finish_reason":null}'
+    roles = True
+
+    def role(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        delta = {"role": "assistant", "content": ""}
+        rest = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return self._open(index) + self._close(rest)
+
+    def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
+        """The last chunk of a choice."""
+        rest: dict[str, Any] = {
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+        }
+        return self._open(index) + self._close(rest)
+
+
+def whole_choice(choice: Choice, text: str) -> dict[str, Any]:
+    """One choice of a response that is not streamed."""
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": None,
+        "finish_reason": choice.finish,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    """Render, run, answer. Raises the errors of body, schemas, admission and prepare."""
+    service = service_of(request)
+    body, unknown = parse(Chat, await read_body(request, service.settings.max_body_bytes))
+    info = admit(service, body)
+    prepared = await prepare_chat(service, body, info)
+    return await respond(
+        request,
+        service,
+        body,
+        prepared,
+        unknown,
+        prefix="chatcmpl",
+        kind="chat.completion",
+        chunks=ChatChunks,
+        whole=whole_choice,
+    )

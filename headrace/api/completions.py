@@ -1,0 +1,60 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from headrace.api.admission import admit
+from headrace.api.answer import Choice
+from headrace.api.body import read_body
+from headrace.api.generate import respond
+from headrace.api.prepare import prepare_completion
+from headrace.api.schemas import Completion, parse
+from headrace.api.service import service_of
+from headrace.api.stream import Chunks
+
+
+class CompletionChunks(Chunks):
+    """text_completion objects."""
+
+    object = "text_completion"
+    before = b'"text":'
+    after = b',"logprobs":null,"finish_reason":null}'
+
+    def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
+        """The last chunk of a choice."""
+        rest = {"text": "", "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
+        return self._open(index) + self._close(rest)
+
+
+def whole_choice(choice: Choice, text: str) -> dict[str, Any]:
+    """One choice of a response that is not streamed."""
+    return {
+        "index": choice.index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": choice.finish,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+async def completions(request: Request) -> ASGIApp:
+    """Tokenise, run, answer. Raises the errors of body, schemas, admission and prepare."""
+    service = service_of(request)
+    body, unknown = parse(Completion, await read_body(request, service.settings.max_body_bytes))
+    info = admit(service, body)
+    prepared = await prepare_completion(service, body, info)
+    return await respond(
+        request,
+        service,
+        body,
+        prepared,
+        unknown,
+        prefix="cmpl",
+        kind="text_completion",
+        chunks=CompletionChunks,
+        whole=whole_choice,
+    )

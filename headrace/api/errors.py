@@ -1,0 +1,84 @@
+"""Where an exception becomes an HTTP response, or an SSE event once a stream began."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.errors import (
+    Busy,
+    HeadraceError,
+    InvalidRequest,
+    NotFound,
+    TooLarge,
+    Unauthorized,
+    WrongMethod,
+)
+
+log = logging.getLogger("headrace.api")
+
+CLIENT_GONE = 499  # for the log and metrics; nobody is there to read it
+
+
+class ClientGone(HeadraceError):
+    """The client closed the connection: there is nobody to answer."""
+
+    status = CLIENT_GONE
+    code = "client_gone"
+
+
+def body_of(error: HeadraceError) -> dict[str, Any]:
+    """OpenAI's error body; gateways and clients look for the top-level `error`."""
+    return {
+        "error": {
+            "message": error.message or type(error).__name__,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def event_of(error: HeadraceError) -> bytes:
+    """The SSE event that ends a stream early. No [DONE] follows: that means complete."""
+    return b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+
+
+def response_of(error: HeadraceError) -> Response:
+    """The response for an error before the first byte."""
+    headers = {}
+    if isinstance(error, Busy):
+        headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, TooLarge):  # the rest of the body is not read
+        headers["connection"] = "close"
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    return Response(
+        msgspec.json.encode(body_of(error)), error.status, headers, media_type="application/json"
+    )
+
+
+def as_ours(error: Exception) -> HeadraceError:
+    """Any exception as one of the tree; what is not ours says nothing of its inside."""
+    if isinstance(error, HeadraceError):
+        return error
+    if isinstance(error, HTTPException):  # the router's own
+        if error.status_code == 404:
+            return NotFound("there is no such route", code="route_not_found")
+        if error.status_code == 405:
+            return WrongMethod("this route does not take this HTTP method")
+        return InvalidRequest(str(error.detail))
+    return HeadraceError("internal error; the server's log has the details")
+
+
+async def handle(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for every exception."""
+    ours = as_ours(error)
+    if ours.status >= 500 and ours is not error:
+        log.error("unexpected error in %s", request.url.path, exc_info=error)
+    return response_of(ours)

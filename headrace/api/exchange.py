@@ -1,0 +1,126 @@
+"""One HTTP request as the edge sees it, and the sweep that finds silent and stuck ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.types import Send
+
+from headrace.engine.client import TokenStream
+from headrace.errors import HeadraceError
+
+log = logging.getLogger("headrace.api")
+
+
+class Exchange:
+    """From the first header to the last byte. Times are time.monotonic()."""
+
+    __slots__ = (
+        "arrived_s",
+        "detail",
+        "error",
+        "request_id",
+        "send",
+        "sending_since_s",
+        "sent_s",
+        "status",
+        "tokens",
+        "transport",
+    )
+
+    def __init__(
+        self, request_id: str, send: Send, transport: asyncio.Transport | None = None
+    ) -> None:
+        self.send = send  # the server's own
+        self.request_id = request_id
+        self.transport = transport  # None in an in-process test: nothing can get stuck there
+        self.arrived_s = time.monotonic()
+        self.sent_s = self.arrived_s  # when the last bytes went out
+        self.sending_since_s = 0.0  # a send that has not returned; 0 = none
+        self.status = 0
+        self.error: HeadraceError | None = None  # ended the stream after its start
+        self.detail = ""  # for the access log: counts, never text
+        self.tokens: TokenStream | None = None  # set while a stream may want keep-alives
+
+    async def write(self, data: bytes) -> None:
+        """One piece of a body that has begun, past the layers that only care for its start."""
+        self.sending_since_s = time.monotonic()
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        self.sending_since_s = 0.0
+        self.sent_s = time.monotonic()
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The Exchange that the edge made for this request."""
+    exchange = request.scope["headrace.exchange"]
+    assert isinstance(exchange, Exchange), "the edge wraps every request"
+    return exchange
+
+
+class Exchanges:
+    """All open exchanges of this process."""
+
+    def __init__(
+        self, stall_timeout_s: float, keepalive_s: float, on_sweep: Callable[[], None]
+    ) -> None:
+        self._on_sweep = on_sweep
+        self.open: set[Exchange] = set()
+        self._left = asyncio.Event()  # one was removed
+        self._stall_timeout_s = stall_timeout_s
+        self._keepalive_s = keepalive_s
+        self._period_s = min(1.0, keepalive_s / 4, (stall_timeout_s or 1.0) / 4)
+
+    def add(self, exchange: Exchange) -> None:
+        """A request came."""
+        self.open.add(exchange)
+
+    def remove(self, exchange: Exchange) -> None:
+        """Its last byte was handed over."""
+        self.open.discard(exchange)
+        self._left.set()
+
+    async def empty(self, timeout_s: float) -> None:
+        """Return when none is open, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.open:
+                    self._left.clear()
+                    await self._left.wait()
+
+    async def sweep(self) -> None:
+        """Run for ever: nudge silent streams, cut clients that take no bytes.
+
+        One sweep for all streams costs less than a timer on every send and every token.
+        """
+        while True:
+            await asyncio.sleep(self._period_s)
+            self._on_sweep()
+            now_s = time.monotonic()
+            for exchange in list(self.open):
+                since_s = exchange.sending_since_s
+                if since_s and now_s - since_s > self._stall_timeout_s:
+                    self._cut(exchange, now_s - since_s)
+                elif exchange.tokens is not None and now_s - exchange.sent_s >= self._keepalive_s:
+                    exchange.tokens.nudge()
+
+    def end_all(self, error: HeadraceError) -> None:
+        """End every open stream with an error; the drain deadline has come."""
+        for exchange in list(self.open):
+            if exchange.tokens is not None:
+                exchange.tokens.fail(type(error)(error.message))
+
+    def _cut(self, exchange: Exchange, stuck_s: float) -> None:
+        log.warning("%s: the client took no bytes for %.1f s", exchange.request_id, stuck_s)
+        exchange.sending_since_s = 0.0
+        if exchange.transport is not None:
+            sock = exchange.transport.get_extra_info("socket")
+            if sock is not None:  # reset: the kernel drops what it still holds for this client
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            exchange.transport.abort()  # the disconnect then aborts the request in the engine

@@ -1,0 +1,34 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.api.service import Service, encode_json, service_of
+
+
+async def list_models(request: Request) -> Response:
+    """The one model served here."""
+    content = {"object": "list", "data": [_card(service_of(request))]}
+    return Response(encode_json(content), media_type="application/json")
+
+
+async def get_model(request: Request) -> Response:
+    """One model. Raises NotFound for another name."""
+    service = service_of(request)
+    service.check_model(request.path_params["model"])
+    return Response(encode_json(_card(service)), media_type="application/json")
+
+
+def _card(service: Service) -> dict[str, Any]:
+    info = service.client.info
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "headrace",
+        "max_model_len": info.max_model_len if info else None,
+    }

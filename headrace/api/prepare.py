@@ -1,0 +1,302 @@
+"""From a checked body to `Job`s: messages to prompt text, text to ids, defaults filled in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.api.admission import output_limit
+from headrace.api.schemas import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    Chat,
+    Completion,
+    Generation,
+    Message,
+    Tokenize,
+)
+from headrace.api.service import Service
+from headrace.engine.client import Job
+from headrace.errors import InvalidRequest
+from headrace.messages import EngineInfo, Sampling
+
+COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
+INLINE_CHARS = 2048  # longer texts are tokenised in a thread
+ROLES = ("system", "developer", "user", "assistant", "tool")
+T = TypeVar("T")
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """Everything the answer side needs. Choice index = prompt index * n + choice."""
+
+    jobs: list[Job]  # one a prompt
+    n: int
+    stops: list[str]
+    skip_special: bool
+    include_stop: bool
+    echo: list[str]  # text shown before each prompt's answer; [] = none
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counted once, whatever n is."""
+        return sum(len(job.prompt) for job in self.jobs)
+
+
+async def prepare_chat(service: Service, request: Chat, info: EngineInfo) -> Prepared:
+    """One prompt from the chat template. Raises InvalidRequest, ContextTooLong."""
+    limit = request.limit_tokens
+    messages = normalise(request.messages)
+    ids = await _timed(
+        service, _chars(request.messages), lambda: chat_ids(service, request, messages)
+    )
+    if not ids:
+        raise InvalidRequest("the messages render to an empty prompt", param="messages")
+    return _prepared(service, request, info, [ids], limit, "messages", [])
+
+
+async def prepare_completion(service: Service, request: Completion, info: EngineInfo) -> Prepared:
+    """One to MAX_PROMPTS prompts of text or ids. Raises InvalidRequest, ContextTooLong."""
+    prompts = split_prompt(request.prompt, info.vocab_size)
+    if len(prompts) * (request.n or 1) > MAX_CHOICES:
+        raise InvalidRequest(f"prompts times n is over {MAX_CHOICES}", param="prompt")
+    add_special = request.add_special_tokens is not False
+    tokenizer = service.tokenizer
+
+    def encode() -> list[list[int]]:
+        return [
+            tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+
+    chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    ids = await _timed(service, chars, encode)
+    for position, prompt in enumerate(ids):
+        if not prompt:
+            if tokenizer.bos_id is None:
+                raise InvalidRequest(
+                    "the prompt is empty and this model has no begin-of-text token to start from",
+                    param="prompt",
+                )
+            ids[position] = [tokenizer.bos_id]
+    echo = []
+    if request.echo:
+        echo = [
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special=False)
+            for prompt in prompts
+        ]
+    limit = request.limit_tokens or COMPLETION_TOKENS
+    return _prepared(service, request, info, ids, limit, "prompt", echo)
+
+
+def chat_ids(
+    service: Service, request: Chat | Tokenize, messages: list[dict[str, Any]]
+) -> list[int]:
+    """Render and tokenise. The template writes BOS itself, so none is added unless asked for."""
+    resume = bool(request.continue_final_message)
+    if resume and request.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    if resume and messages[-1]["role"] != "assistant":
+        raise InvalidRequest(
+            "continue_final_message needs an assistant message at the end", param="messages"
+        )
+    generate = (
+        not resume if request.add_generation_prompt is None else (request.add_generation_prompt)
+    )
+    kwargs = dict(request.chat_template_kwargs or {})
+    for reserved in (
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+    ):
+        if reserved in kwargs:
+            raise InvalidRequest(
+                f"chat_template_kwargs may not hold {reserved!r}", param="chat_template_kwargs"
+            )
+    text = service.template.render(
+        messages, add_generation_prompt=generate, continue_final_message=resume, **kwargs
+    )
+    return service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
+
+
+def normalise(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as templates know them: text content, tool arguments as objects.
+
+    "developer" becomes "system". Raises InvalidRequest for unknown roles, content that is not
+    text, and a tool result that answers no call.
+    """
+    out: list[dict[str, Any]] = []
+    answers = False  # a tool message may stand here
+    for position, message in enumerate(messages):
+        where = f"messages[{position}]"
+        if message.role not in ROLES:
+            raise InvalidRequest(
+                f"{where}.role = {message.role!r}: one of {', '.join(ROLES)}", param="messages"
+            )
+        if message.role == "tool" and not answers:
+            raise InvalidRequest(
+                f"{where}: a tool message must follow an assistant message with tool_calls",
+                param="messages",
+            )
+        content = _text(message.content, where)
+        if content is None and not message.tool_calls and message.role != "assistant":
+            raise InvalidRequest(f"{where}.content is required", param="messages")
+        role = "system" if message.role == "developer" else message.role
+        turn: dict[str, Any] = {"role": role, "content": content or ""}
+        if message.tool_calls:
+            turn["tool_calls"] = [_call(call, where) for call in message.tool_calls]
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(message, key) is not None:
+                turn[key] = getattr(message, key)
+        answers = bool(message.tool_calls) or (answers and message.role == "tool")
+        out.append(turn)
+    return out
+
+
+def split_prompt(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+    """The four shapes of `prompt` as a list. Raises InvalidRequest for mixed or illegal ones."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is an empty list", param="prompt")
+    if all(type(item) is int for item in prompt):
+        return [_ids(prompt, vocab_size)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"more than {MAX_PROMPTS} prompts", param="prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return list(prompt)
+    if all(isinstance(item, list) for item in prompt):
+        return [_ids(item, vocab_size) for item in prompt]
+    raise InvalidRequest(
+        "prompt must be a string, a list of strings, a list of token ids or a list of id lists",
+        param="prompt",
+    )
+
+
+def _ids(items: list[Any], vocab_size: int) -> list[int]:
+    if not items:
+        raise InvalidRequest("prompt holds an empty list of ids", param="prompt")
+    for item in items:
+        if type(item) is not int or not 0 <= item < vocab_size:
+            raise InvalidRequest(
+                f"prompt: {item!r} is not a token id in [0, {vocab_size})", param="prompt"
+            )
+    return items
+
+
+def _prepared(
+    service: Service,
+    request: Generation,
+    info: EngineInfo,
+    prompts: list[list[int]],
+    limit: int | None,
+    param: str,
+    echo: list[str],
+) -> Prepared:
+    n = request.n or 1
+    stop_ids = list(request.stop_token_ids or ())
+    if not request.ignore_eos:
+        stop_ids = sorted({*stop_ids, *service.eos_ids})
+    sampling = _sampling(service, request)
+    jobs = [
+        Job(
+            prompt=prompt,
+            max_tokens=output_limit(info, len(prompt), limit, param),
+            sampling=sampling if request.seed is not None else _reseed(service, sampling),
+            stop_ids=stop_ids,
+            n=n,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+        )
+        for prompt in prompts
+    ]
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return Prepared(
+        jobs=jobs,
+        n=n,
+        stops=stops,
+        skip_special=request.skip_special_tokens is not False,
+        include_stop=bool(request.include_stop_str_in_output),
+        echo=echo,
+    )
+
+
+def _sampling(service: Service, request: Generation) -> Sampling:
+    """The request's value, else the model's own default, else OpenAI's."""
+    card = service.card
+
+    def first(*values: float | None) -> float:
+        return next(value for value in values if value is not None)
+
+    return Sampling(
+        temperature=first(request.temperature, card.temperature, 1.0),
+        top_k=max(0, int(first(request.top_k, card.top_k, 0))),
+        top_p=first(request.top_p, card.top_p, 1.0),
+        min_p=first(request.min_p, card.min_p, 0.0),
+        seed=(request.seed or 0) % 2**64,
+    )
+
+
+def _reseed(service: Service, sampling: Sampling) -> Sampling:
+    return msgspec.structs.replace(sampling, seed=service.draw_seed())
+
+
+def _text(content: str | list[dict[str, Any]] | None, where: str) -> str | None:
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type")
+        if kind != "text":
+            raise InvalidRequest(
+                f"{where}: content of type {kind!r} is not supported: this model reads text",
+                param="messages",
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}: a text part needs `text`", param="messages")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool call with its arguments as an object: templates write them out with tojson."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{where}.tool_calls: function.name is missing", param="messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except ValueError:
+            pass  # shown as the text that it is
+        except RecursionError:
+            raise InvalidRequest(f"{where}.tool_calls nests too deeply", param="messages") from None
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _chars(messages: list[Message]) -> int:
+    total = 0
+    for message in messages:
+        if isinstance(message.content, str):
+            total += len(message.content)
+        else:
+            total += sum(len(str(part.get("text"))) for part in message.content or ())
+        total += INLINE_CHARS if message.tool_calls else 0  # arguments can be of any size
+    return total
+
+
+async def _timed(service: Service, chars: int, work: Callable[[], T]) -> T:
+    """Short texts here, long ones in a thread: nobody else's stream waits for a tokeniser."""
+    start_s = time.monotonic()
+    result = work() if chars <= INLINE_CHARS else await asyncio.to_thread(work)
+    service.metrics.tokenize_s.observe(time.monotonic() - start_s)
+    return result

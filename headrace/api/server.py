@@ -1,0 +1,128 @@
+"""One HTTP process: uvicorn on a socket that the launcher bound, and the drain after SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.api.app import create_app
+from headrace.api.exchange import Exchanges
+from headrace.api.service import Service
+from headrace.config import Settings
+from headrace.engine.client import EngineClient
+from headrace.errors import ShuttingDown
+from headrace.observe.metrics import ApiMetrics
+from headrace.sources.card import read_card
+from headrace.sources.files import ModelFiles
+from headrace.text.tokenizer import load_tokenizer
+
+log = logging.getLogger("headrace.api")
+
+KEEP_ALIVE_S = 75  # an idle connection is closed after this
+AFTER_DEADLINE_S = 5.0  # for the last error events to leave
+MAX_HEADER_BYTES = 64 * 1024
+SEND_BUFFER_BYTES = 256 * 1024  # the kernel would hold megabytes for each slow reader
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's, with the transport within reach (to cut a stuck client) and bounded buffers."""
+
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        tcp = transport.get_extra_info("socket")
+        if tcp is not None and tcp.family in (socket.AF_INET, socket.AF_INET6):
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self.app_state = {**self.app_state, "transport": transport}
+        super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")  # answered with 400 by data_received
+        super().on_header(name, value)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with its signals left to `serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: SIGTERM drains first."""
+        yield
+
+
+def serve(
+    folder: Path, settings: Settings, files: ModelFiles, worker: int, sock: socket.socket
+) -> None:
+    """Serve on `sock` until SIGTERM, then drain. Call in the main thread.
+
+    `folder` holds the engine's sockets; `worker` is 0..N-1. Raises ModelError for unreadable files.
+    """
+    name = settings.served_model_name or files.name
+    metrics = ApiMetrics(name)
+    client = EngineClient(folder, worker, engine_timeout_s=settings.engine_timeout_s)
+    service = Service(
+        settings, name, read_card(files), load_tokenizer(files), client, metrics, worker
+    )
+    client.on_done = service.on_done
+    exchanges = Exchanges(
+        settings.stall_timeout_s, settings.keepalive_s, metrics.inter_token_s.flush
+    )
+    config = uvicorn.Config(
+        create_app(service, exchanges),
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(AFTER_DEADLINE_S),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(Server(config), service, exchanges, sock))
+
+
+async def _run(server: Server, service: Service, exchanges: Exchanges, sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    draining = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, draining.set)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
+    drain = asyncio.create_task(_drain(draining, server, service, exchanges))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        drain.cancel()
+        await asyncio.gather(drain, return_exceptions=True)
+
+
+async def _drain(
+    draining: asyncio.Event, server: Server, service: Service, exchanges: Exchanges
+) -> None:
+    """Admit nothing, let what runs end, then end what is left, then stop uvicorn."""
+    await draining.wait()
+    service.draining = True
+    log.info("draining %d open requests", len(exchanges.open))
+    await exchanges.empty(service.settings.shutdown_timeout_s)
+    if exchanges.open:
+        log.warning("ending %d requests at the shutdown deadline", len(exchanges.open))
+        exchanges.end_all(ShuttingDown("the server is shutting down"))
+        await exchanges.empty(AFTER_DEADLINE_S)
+    server.should_exit = True

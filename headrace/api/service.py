@@ -1,0 +1,82 @@
+"""What every handler of one HTTP process shares: made once at start, read everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from headrace import __version__
+from headrace.config import Settings
+from headrace.engine.client import EngineClient, TokenStream
+from headrace.errors import NotFound
+from headrace.messages import Done
+from headrace.observe.metrics import ApiMetrics
+from headrace.sources.card import ModelCard
+from headrace.text.template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+
+class Service:
+    """Model facts, the engine's client, metrics, and whether the server is draining."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        client: EngineClient,
+        metrics: ApiMetrics,
+        worker: int = 0,
+    ) -> None:
+        self.settings = settings
+        self.name = name
+        self.card = card
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(card)
+        self.client = client
+        self.metrics = metrics
+        self.draining = False
+        self.created_s = int(time.time())
+        facts = f"{__version__} {name} {settings.backend} {settings.dtype}"
+        self.fingerprint = "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10]
+        self.eos_ids = sorted({*card.eos_ids, *tokenizer.eos_ids})
+        self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
+
+    def draw_seed(self) -> int:
+        """A seed for a request that brings none; repeatable per process when settings.seed is."""
+        return self._seeds.getrandbits(64)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises NotFound for a model that is not served here."""
+        if model is not None and model != self.name:
+            raise NotFound(f"the model {model!r} is not served here", param="model")
+
+    def on_done(self, stream: TokenStream, done: Done) -> None:
+        """Per-request times, for ended and aborted requests alike."""
+        metrics = self.metrics
+        if stream.first_token_s:
+            metrics.queue_s.observe(done.queue_s)
+            metrics.prefill_s.observe(done.prefill_s)
+            metrics.decode_s.observe(done.decode_s)
+            ttft_s = stream.first_token_s - stream.arrived_s
+            metrics.ttft_s.observe(ttft_s)
+            metrics.vllm_ttft_s.observe(ttft_s)
+        metrics.e2e_s.observe(time.monotonic() - stream.arrived_s)
+
+
+def service_of(request: Request) -> Service:
+    """The Service of the app that took the request."""
+    service = request.app.state.service
+    assert isinstance(service, Service), "app.state.service is set by create_app"
+    return service
+
+
+def encode_json(value: Any) -> bytes:
+    """One encoder for all responses."""
+    return msgspec.json.encode(value)

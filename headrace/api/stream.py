@@ -1,0 +1,214 @@
+"""Server-sent events: from merged deltas to bytes on the socket.
+
+The pieces of a chunk that never change are encoded once a choice; a token then costs one JSON
+string and a few joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from headrace.api.answer import Answer, Reply
+from headrace.api.errors import CLIENT_GONE, ClientGone, as_ours, event_of
+from headrace.api.exchange import Exchange
+from headrace.engine.client import TokenStream
+from headrace.observe.metrics import ApiMetrics
+
+log = logging.getLogger("headrace.api")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
+)
+_encode = msgspec.json.Encoder().encode
+
+
+class Chunks:
+    """The bytes of one protocol's stream. Subclasses name the object and shape a choice.
+
+    `before` and `after` surround the JSON string of a delta's text.
+    """
+
+    object = ""
+    before = b""
+    after = b""
+    roles = False  # each choice starts with a role chunk
+
+    def __init__(self, reply: Reply, n_choices: int) -> None:
+        head = _encode(
+            {
+                "id": reply.id,
+                "object": self.object,
+                "created": reply.created,
+                "model": reply.model,
+                "system_fingerprint": reply.system_fingerprint,
+            }
+        )
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._continuous = reply.continuous_usage
+        # OpenAI: with include_usage, every chunk but the last has a null usage.
+        self._tail = b',"usage":null}\n\n' if reply.include_usage else b"}\n\n"
+        self._texts = [self._open(index) + self.before for index in range(n_choices)]
+        self._text_end = self.after + b"]" + self._tail
+
+    def text(self, index: int, text: str) -> bytes:
+        """New text of a choice."""
+        return self._texts[index] + _encode(text) + self._text_end
+
+    def role(self, index: int) -> bytes:
+        """The first chunk of a choice, in protocols that have one."""
+        raise NotImplementedError
+
+    def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
+        """The last chunk of a choice."""
+        raise NotImplementedError
+
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
+        """The chunk with no choices, before [DONE]."""
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
+
+    def with_usage(self, chunk: bytes, usage: Mapping[str, Any]) -> bytes:
+        """A chunk of ours with the counts so far instead of null."""
+        assert chunk.endswith(self._tail), "a chunk made by this object"
+        return chunk[: -len(self._tail)] + b',"usage":' + _encode(usage) + b"}\n\n"
+
+    def _open(self, index: int) -> bytes:
+        return self._head + b'{"index":%d,' % index
+
+    def _close(self, rest: Mapping[str, Any]) -> bytes:
+        """The end of a choice whose object goes on with the members of `rest`."""
+        return _encode(rest)[1:] + b"]" + self._tail
+
+
+class EventStream:
+    """An ASGI response. Nothing is sent before the first event, so that an early error still gets
+    its real status; after `keepalive_s` of silence the headers go out with a comment.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        chunks: Chunks,
+        reply: Reply,
+        exchange: Exchange,
+        metrics: ApiMetrics,
+        headers: Mapping[str, str],
+    ) -> None:
+        self._answer = answer
+        self._chunks = chunks
+        self._reply = reply
+        self._exchange = exchange
+        self._metrics = metrics
+        extra = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+        ]
+        self._headers = [*HEADERS, *extra]
+        self._usage: dict[str, Any] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tokens = self._answer.stream
+        async with tokens, watch_client(receive, tokens):
+            self._exchange.tokens = tokens  # from here on, silence nudges `take`
+            try:
+                data = await self._first()
+            finally:
+                self._exchange.detail = self._answer.summary()
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            try:
+                while True:
+                    await self._exchange.write(data)
+                    if tokens.done:
+                        break
+                    data = await self._next()
+                    while not data and not tokens.done:
+                        data = await self._next()
+                data = self._last()
+            except ClientGone as gone:
+                self._exchange.error = gone
+                return
+            except Exception as error:
+                ours = as_ours(error)
+                if ours is not error:
+                    log.exception("unexpected error in a stream")
+                data = event_of(ours)
+                self._exchange.error = ours
+            finally:
+                self._exchange.detail = self._answer.summary()
+            await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _first(self) -> bytes:
+        data = await self._next()
+        while not data and not self._answer.stream.done:
+            data = await self._next()
+        roles = b""
+        if self._chunks.roles:
+            roles = b"".join(self._chunks.role(c.index) for c in self._answer.choices)
+        echoes = self._answer.prepared.echo
+        n = self._answer.prepared.n
+        echo = b"".join(
+            self._chunks.text(position * n + sample, text)
+            for position, text in enumerate(echoes)
+            for sample in range(n)
+        )
+        return roles + echo + data
+
+    async def _next(self) -> bytes:
+        """Events for all that came; a comment after a nudge; empty when text is held back."""
+        answer, chunks = self._answer, self._chunks
+        before_s = answer.stream.last_token_s
+        deltas = await answer.stream.take()
+        if not deltas:
+            return b"" if answer.stream.done else KEEP_ALIVE
+        if before_s:
+            self._metrics.inter_token_s.note(answer.stream.last_token_s - before_s)
+        out: list[bytes] = []
+        for delta in deltas:
+            choice = answer.choices[delta.index]
+            if choice.ended:  # the overrun of a stop string
+                continue
+            text = answer.feed(delta)
+            if text:
+                out.append(self._counted(chunks.text(delta.index, text)))
+            if choice.finish is not None:
+                end = chunks.finish(delta.index, choice.finish, choice.stop_reason)
+                out.append(self._counted(end))
+        return b"".join(out)
+
+    def _counted(self, chunk: bytes) -> bytes:
+        if not self._reply.continuous_usage:
+            return chunk
+        return self._chunks.with_usage(chunk, self._answer.usage())
+
+    def _last(self) -> bytes:
+        self._answer.check()
+        if self._reply.include_usage:
+            return self._chunks.usage(self._answer.usage()) + DONE
+        return DONE
+
+
+@asynccontextmanager
+async def watch_client(receive: Receive, tokens: TokenStream) -> AsyncIterator[None]:
+    """While inside, a closed connection ends `tokens` with ClientGone."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        tokens.fail(ClientGone(f"status {CLIENT_GONE}: the client closed the connection"))
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

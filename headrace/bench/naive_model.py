@@ -1,0 +1,72 @@
+"""The same weights in transformers: the yardstick that `--engine naive` serves, and the oracle of
+the tests. Needs the extra `transformers`.
+
+GGUF files are dequantised here, not by transformers' own GGUF loader.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from headrace.errors import ModelError
+from headrace.models.registry import module_of
+from headrace.models.spec import ModelSpec, read_spec
+from headrace.runner.checkpoint import open_checkpoint
+from headrace.runner.weights import halves
+from headrace.sources.files import ModelFiles
+
+_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}  # by GGUF architecture
+
+
+def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
+    """A transformers model in eval mode with the weights of `files`.
+
+    Raises ModelError for a GGUF architecture whose transformers config is not known here.
+    """
+    if files.kind == "hf":
+        return AutoModelForCausalLM.from_pretrained(
+            files.path, dtype=dtype, local_files_only=True
+        ).eval()
+    spec = read_spec(files)
+    model = AutoModelForCausalLM.from_config(hf_config(spec), dtype=dtype)
+    checkpoint = open_checkpoint(files)
+    state = {}
+    for slot in module_of(spec.architecture).slots(spec):
+        tensor = checkpoint.read(slot.gguf, 0, slot.shape[0])
+        if not slot.hf:  # rope_freqs.weight: transformers has no tensor for it
+            model.model.rotary_emb.inv_freq /= tensor
+            continue
+        pairs = slot.interleaved_heads
+        state[slot.hf] = (halves(tensor, pairs) if pairs else tensor).to(dtype)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected, f"names that transformers does not know: {unexpected}"
+    assert set(missing) <= ({"lm_head.weight"} if spec.tied else set()), f"not set: {missing}"
+    return model.eval()
+
+
+def hf_config(spec: ModelSpec) -> Any:
+    """The transformers config of a GGUF model. It names no stop token: callers of generate() do."""
+    if spec.architecture not in _CONFIGS:
+        raise ModelError(f"{spec.architecture}: no transformers config is known for it here")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope.theta}
+    if spec.rope.kind == "linear":
+        rope |= {"rope_type": "linear", "factor": spec.rope.factor}
+    return _CONFIGS[spec.architecture](
+        vocab_size=spec.vocab_rows,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_positions,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=spec.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )

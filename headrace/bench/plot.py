@@ -1,0 +1,115 @@
+"""Four panels against concurrency: latency, inter-token latency, throughput, CPU use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.stats import Level, Summary
+from headrace.errors import ConfigError
+
+# One grey and mid-bright colours on a transparent ground: legible on white and on near-black.
+INK = "#7d8590"
+COLOURS = ("#e5534b", "#3b82f6", "#2da44e", "#bf6be0", "#d29922")
+
+
+def _mean(of: Summary | None, scale: float) -> float | None:
+    return None if of is None else of.mean * scale
+
+
+Panel = tuple[str, str, Callable[[Level], float | None]]  # title, unit, value
+LATENCY: Panel = ("End-to-end latency, mean", "seconds", lambda x: _mean(x.e2e_s, 1))
+GAP: Panel = ("Inter-token latency, mean", "milliseconds", lambda x: _mean(x.itl_s, 1e3))
+RATE: Panel = ("Throughput", "output tokens / s", lambda x: x.output_tokens_per_s)
+
+
+def plot(series: Mapping[str, Sequence[Level]], stem: Path, *, title: str, cores: int) -> None:
+    """Write `stem`.svg and `stem`.png. `cores` is what 100 % CPU means.
+
+    Raises ConfigError when matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'headrace[bench]'") from None
+    look = {
+        "svg.hashsalt": "headrace",  # the same numbers make the same file
+        "font.size": 9,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "axes.grid": True,
+        "grid.color": INK,
+        "grid.alpha": 0.25,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with mpl.rc_context(look):
+        figure = Figure(figsize=(10, 7), layout="constrained")
+        axes = figure.subplots(2, 2)
+        figure.patch.set_alpha(0)
+        _lines(axes[0][0], series, LATENCY, log=True)
+        _lines(axes[0][1], series, GAP, log=True)
+        _lines(axes[1][0], series, RATE, log=False)
+        _cpu(axes[1][1], series, cores)
+        figure.suptitle(title)
+        handles, names = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(stem.with_suffix(".png"), dpi=150, metadata={"Software": None})
+
+
+def _lines(axis: Any, series: Mapping[str, Sequence[Level]], panel: Panel, *, log: bool) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    title, unit, value = panel
+    for colour, (name, levels) in zip(COLOURS, series.items(), strict=False):
+        points = [(x.concurrency, y) for x in levels if (y := value(x)) is not None]
+        axis.plot(*_columns(points), marker="o", markersize=4, color=colour, label=name)
+    _frame(axis, series, title, unit)
+    if log:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
+    else:
+        axis.set_ylim(bottom=0)
+
+
+def _cpu(axis: Any, series: Mapping[str, Sequence[Level]], cores: int) -> None:
+    """Solid: share of the machine's cores that the server used. Dashed: requests in flight."""
+    flight = axis.twinx()
+    for colour, (_, levels) in zip(COLOURS, series.items(), strict=False):
+        used = [
+            (x.concurrency, x.server_cores / cores * 100)
+            for x in levels
+            if x.server_cores is not None
+        ]
+        axis.plot(*_columns(used), marker="o", markersize=4, color=colour)
+        open_ = [(x.concurrency, x.in_flight) for x in levels]
+        flight.plot(*_columns(open_), linestyle="--", linewidth=1, color=colour)
+    _frame(axis, series, "Server CPU (solid), requests in flight (dashed)", f"% of {cores} cores")
+    axis.set_ylim(0, 105)
+    flight.set_ylabel("requests in flight, mean")
+    flight.set_ylim(bottom=0)
+    flight.grid(visible=False)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _frame(axis: Any, series: Mapping[str, Sequence[Level]], title: str, unit: str) -> None:
+    ticks = sorted({x.concurrency for levels in series.values() for x in levels})
+    axis.patch.set_alpha(0)
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel("requests at once")
+    axis.set_ylabel(unit)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()

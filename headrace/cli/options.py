@@ -1,0 +1,46 @@
+"""Click options made from the one table of settings, for every command that starts an engine."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+import msgspec
+
+from headrace.config import ENV_PREFIX, HELP, Settings, Source, flag_of, load
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def settings_options(command: F) -> F:
+    """Add MODEL, `--config FILE` and one flag a setting. The command gets them as keywords."""
+    hints = typing.get_type_hints(Settings)
+    for field in reversed(msgspec.structs.fields(Settings)):
+        if field.name != "model":
+            command = _option(field.name, hints[field.name], field.default)(command)
+    command = click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="TOML file with the same settings (keys as the flags, without the dashes)",
+    )(command)
+    return click.argument("model", required=False, metavar="[MODEL]")(command)
+
+
+def _option(name: str, hint: Any, default: Any) -> Callable[[F], F]:
+    flag, text = flag_of(name), f"{HELP[name]}  [{ENV_PREFIX}{name.upper()}; default {default!r}]"
+    if isinstance(default, bool):
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
+    if typing.get_origin(hint) is Literal:
+        return click.option(flag, name, type=click.Choice(typing.get_args(hint)), help=text)
+    return click.option(flag, name, type=type(default), metavar=type(default).__name__, help=text)
+
+
+def read_settings(
+    config_file: Path | None, given: dict[str, Any]
+) -> tuple[Settings, dict[str, Source]]:
+    """Settings from the command's keywords: only what the user gave counts as a flag."""
+    return load({key: v for key, v in given.items() if v is not None}, file=config_file)

@@ -1,0 +1,422 @@
+"""The API process's side of the process boundary: submit, abort, finish, and token streams.
+
+Everything here runs on one event loop. The engine is reached through two ZMQ sockets in a private
+folder: a DEALER to `engine.ipc` and a SUB on `pulse.ipc`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import zmq
+
+from headrace.errors import EngineDead, HeadraceError, NotReady, RequestFailed, by_code
+from headrace.messages import (
+    EVERY,
+    Abort,
+    Beat,
+    Done,
+    End,
+    EngineInfo,
+    Finish,
+    Pulse,
+    Sampling,
+    Submit,
+    ToEngine,
+    TokenOut,
+)
+
+log = logging.getLogger("headrace.client")
+
+INBOX = "engine.ipc"
+PULSE = "pulse.ipc"
+BEAT_S = 1.0
+TICK_S = 0.25
+FRESH_S = 3.0  # a pulse older than this makes /health and /ready fail
+BURST = 64  # engine messages handled before other tasks get the loop
+BACKLOG_TOKENS = 65_536  # tokens a stream may hold that nobody takes
+
+State = Literal["loading", "ready", "late", "dead"]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One prompt of a request; the fields of `Submit` that its caller decides."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: list[int] = []
+    n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+class Delta(msgspec.Struct):
+    """What one choice got since the last take. `index` = prompt index * n + choice."""
+
+    index: int
+    tokens: list[int]
+    end: End | None = None
+
+
+class TokenStream:
+    """The answers to the prompts of one HTTP request, merged per choice until taken.
+
+    Use as `async with`: leaving it aborts whatever still runs. `take` until `done`.
+    """
+
+    __slots__ = (
+        "_backlog",
+        "_client",
+        "_deltas",
+        "_error",
+        "_handles",
+        "_live",
+        "_n",
+        "_nudged",
+        "_waiter",
+        "arrived_s",
+        "cached_tokens",
+        "closed",
+        "first_token_s",
+        "last_token_s",
+    )
+
+    def __init__(self, client: EngineClient, n: int, arrived_s: float) -> None:
+        self._client = client
+        self._n = n
+        self._handles: list[int] = []  # by prompt index
+        self._live = 0  # handles whose Done has not come
+        self._deltas: dict[int, Delta] = {}
+        self._backlog = 0
+        self._error: HeadraceError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._nudged = False
+        self.closed = False  # tokens that still come are dropped
+        self.arrived_s = arrived_s
+        self.first_token_s = 0.0  # time.monotonic(); 0 = none yet
+        self.last_token_s = 0.0
+        self.cached_tokens = 0
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come: every prompt has its Done and everything was taken."""
+        return not self._live and not self._deltas and self._error is None
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.abort()
+
+    async def take(self) -> list[Delta]:
+        """Wait for news and return all of it; empty after a nudge or with the last Done.
+
+        Raises whatever ended the stream early, after the tokens that came before it.
+        """
+        while not self._deltas and self._error is None and self._live and not self._nudged:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._nudged = False
+        if self._deltas:
+            deltas = list(self._deltas.values())
+            self._deltas, self._backlog = {}, 0
+            return deltas
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def finish(self, index: int, n_tokens: int) -> None:
+        """The text of choice `index` matched a stop string after its first `n_tokens` tokens."""
+        prompt, choice = divmod(index, self._n)
+        self._client.send_finish(self._handles[prompt], choice, n_tokens)
+
+    def abort(self) -> None:
+        """End every choice that still runs; harmless when none does."""
+        if self.closed:
+            return
+        self.closed = True
+        for handle in self._handles:
+            self._client.send_abort(handle)
+
+    def fail(self, error: HeadraceError) -> None:
+        """End the stream at once with `error`: what was not taken is dropped."""
+        self._deltas = {}
+        self._error = error
+        self.abort()
+        self.wake()
+
+    def nudge(self) -> None:
+        """Make `take` return now, empty if there is nothing: time for a keep-alive."""
+        self._nudged = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Let a waiting `take` look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ------------------------------------------------------------ called by EngineClient
+
+    def opened(self, handle: int) -> None:
+        self._handles.append(handle)
+        self._live += 1
+
+    def push(self, index: int, token: int) -> None:
+        delta = self._deltas.get(index)
+        if delta is None:
+            self._deltas[index] = Delta(index, [token])
+        else:
+            delta.tokens.append(token)
+        self._backlog += 1
+        if self._backlog > BACKLOG_TOKENS:
+            self.fail(RequestFailed(f"nobody took {BACKLOG_TOKENS} tokens: the client is too slow"))
+
+    def push_end(self, index: int, end: End) -> None:
+        self._deltas.setdefault(index, Delta(index, [])).end = end
+
+    def push_done(self, done: Done) -> None:
+        self._live -= 1
+        self.cached_tokens += done.cached_tokens
+        if done.error and self._error is None:
+            self._error = by_code(done.error, done.message)
+            self.abort()
+
+
+class EngineClient:
+    """One API process's connection to the engine process. `await start()` before use.
+
+    `on_done(stream, done)` is called for each request that ends, aborted ones included.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: int = 0,
+        *,
+        engine_timeout_s: float = 10.0,
+        on_done: Callable[[TokenStream, Done], None] | None = None,
+    ) -> None:
+        self._folder = folder
+        # A new start of the same worker is a stranger to the engine: old handles cannot reach it.
+        self._identity = f"{worker}.{os.getpid()}.{secrets.token_hex(4)}".encode()
+        self._engine_timeout_s = engine_timeout_s
+        self.on_done = on_done
+        self._handles = itertools.count(1)
+        self._routes: dict[int, tuple[TokenStream, int]] = {}  # handle -> stream, first index
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode_out = msgspec.msgpack.Decoder(TokenOut).decode
+        self._decode_pulse = msgspec.msgpack.Decoder(Pulse).decode
+        self._pulse: Pulse | None = None
+        self._pulse_s = time.monotonic()  # when the last pulse came; the start counts as one
+        self._dead = False
+        self._tick_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Connect. The engine may come later; until its first pulse the state is "loading"."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._context.setsockopt(zmq.LINGER, 0)
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.IDENTITY, self._identity)
+        self._dealer.setsockopt(zmq.RCVHWM, 0)  # bounded by each stream's backlog instead
+        self._dealer.connect(f"ipc://{self._folder / INBOX}")
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self._sub.connect(f"ipc://{self._folder / PULSE}")
+        self._pulse_s = time.monotonic()
+        self._send(Beat())
+        self._fd = self._dealer.fileno()
+        self._loop.add_reader(self._fd, self._readable)
+        self._tick_task = asyncio.create_task(self._tick())
+
+    async def close(self) -> None:
+        """Abort everything and disconnect."""
+        assert self._tick_task is not None, "close() before start()"
+        self._tick_task.cancel()
+        await asyncio.gather(self._tick_task, return_exceptions=True)
+        self._fail_all(EngineDead("the connection to the engine was closed"))
+        self._loop.remove_reader(self._fd)
+        self._dealer.close(linger=100)  # the last aborts
+        self._sub.close()
+        self._context.term()
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the loaded engine can do; None while it loads."""
+        return self._pulse.info if self._pulse else None
+
+    @property
+    def phase(self) -> str:
+        """What the engine says it is doing."""
+        return self._pulse.phase if self._pulse else "starting"
+
+    @property
+    def state(self) -> State:
+        """`late`: no pulse for FRESH_S. `dead`: none for engine_timeout_s; streams have failed."""
+        age_s = time.monotonic() - self._pulse_s
+        if age_s > self._engine_timeout_s or self._dead:
+            return "dead"
+        if age_s > FRESH_S:
+            return "late"
+        return "ready" if self.info else "loading"
+
+    @property
+    def alive(self) -> bool:
+        """The engine's pulse is fresh."""
+        return self.state in ("loading", "ready")
+
+    def require(self) -> EngineInfo:
+        """The engine's facts. Raises EngineDead or NotReady when nothing can be submitted."""
+        if self.state == "dead":
+            raise EngineDead("the engine process does not answer")
+        if self.info is None:
+            raise NotReady(f"the model is still loading ({self.phase})")
+        return self.info
+
+    def submit(self, jobs: list[Job], arrived_s: float = 0.0) -> TokenStream:
+        """Send one Submit a job; all jobs have the same n. Raises EngineDead or NotReady."""
+        self.require()
+        arrived_s = arrived_s or time.monotonic()
+        n = jobs[0].n
+        assert all(job.n == n for job in jobs), "the jobs of one stream share n"
+        stream = TokenStream(self, n, arrived_s)
+        for position, job in enumerate(jobs):
+            handle = next(self._handles)
+            submit = Submit(
+                handle=handle,
+                prompt=job.prompt,
+                max_tokens=job.max_tokens,
+                sampling=job.sampling,
+                stop_ids=job.stop_ids,
+                n=n,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                adapter=job.adapter,
+                arrived_s=arrived_s,
+            )
+            if not self._send(submit):
+                stream.abort()
+                raise EngineDead("the engine process takes no requests")
+            stream.opened(handle)
+            self._routes[handle] = (stream, position * n)
+        return stream
+
+    def send_abort(self, handle: int) -> None:
+        """Abort if `handle` is live; its Done still comes and is counted."""
+        if handle in self._routes:
+            self._send(Abort(handle))
+
+    def send_finish(self, handle: int, choice: int, n_tokens: int) -> None:
+        """See `messages.Finish`."""
+        if handle in self._routes:
+            self._send(Finish(handle, choice, n_tokens))
+
+    # ------------------------------------------------------------ sockets
+
+    def _send(self, message: ToEngine) -> bool:
+        """False when the engine takes nothing more; this loop never waits for it."""
+        try:
+            self._dealer.send(self._encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # The FD is edge-triggered and any call may consume the edge: look for input again.
+        self._loop.call_soon(self._readable)
+        return True
+
+    def _readable(self) -> None:
+        if self._dealer.closed:
+            return
+        for _ in range(BURST):
+            try:
+                payload = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._deliver(self._decode_out(payload))
+        self._loop.call_soon(self._readable)
+
+    def _deliver(self, out: TokenOut) -> None:
+        """Hand one engine message to its streams; wake each stream once."""
+        now_s = time.monotonic()
+        touched: set[TokenStream] = set()
+        routes = self._routes
+        for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
+            route = routes.get(handle)
+            if route is not None and not route[0].closed:
+                stream = route[0]
+                stream.push(route[1] + choice, token)
+                if not stream.first_token_s:
+                    stream.first_token_s = now_s
+                stream.last_token_s = now_s
+                touched.add(stream)
+        for end in out.ends:
+            route = routes.get(end.handle)
+            if route is not None and not route[0].closed:
+                route[0].push_end(route[1] + end.choice, end)
+                touched.add(route[0])
+        for done in out.dones:
+            if done.handle == EVERY:
+                self._fail_all(by_code(done.error, done.message))
+                continue
+            route = routes.pop(done.handle, None)
+            if route is not None:
+                route[0].push_done(done)
+                touched.add(route[0])
+                if self.on_done is not None:
+                    self.on_done(route[0], done)
+        for stream in touched:
+            stream.wake()
+
+    def _fail_all(self, error: HeadraceError) -> None:
+        """End every stream; no Done will come for any of their handles.
+
+        The aborts are for an engine that is back, or new, and may still run some of them.
+        """
+        for handle in self._routes:
+            self._send(Abort(handle))
+        streams = {stream for stream, _ in self._routes.values()}
+        self._routes.clear()
+        for stream in streams:
+            stream.fail(type(error)(error.message))  # an exception instance belongs to one raise
+
+    # ------------------------------------------------------------ liveness
+
+    async def _tick(self) -> None:
+        beat_s = 0.0
+        while True:
+            self._read_pulses()
+            now_s = time.monotonic()
+            if now_s - beat_s >= BEAT_S:
+                self._send(Beat())
+                beat_s = now_s
+            if not self._dead and now_s - self._pulse_s > self._engine_timeout_s:
+                self._dead = True
+                log.error("no sign of the engine for %.1f s", now_s - self._pulse_s)
+                self._fail_all(EngineDead("the engine process does not answer"))
+            await asyncio.sleep(TICK_S)
+
+    def _read_pulses(self) -> None:
+        while True:
+            try:
+                pulse = self._decode_pulse(self._sub.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if self._pulse is not None and pulse.pid != self._pulse.pid:
+                log.warning("a new engine process (%d) took over", pulse.pid)
+                self._fail_all(EngineDead("the engine process ended and was started again"))
+            self._pulse = pulse
+            self._pulse_s = time.monotonic()
+            self._dead = False

@@ -1,0 +1,157 @@
+"""The composition root: the one file that may know every other. Builds an engine; runs a server.
+
+`headrace serve` is one supervisor (this process: no torch, no HTTP), one engine process and
+`api_workers` HTTP processes, in a runtime folder that only this user may enter (mode 0700).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
+from headrace.config import Resolved, Settings
+from headrace.errors import ConfigError
+from headrace.messages import EngineInfo
+from headrace.observe.logs import configure_logging
+from headrace.sources.files import ModelFiles
+
+if TYPE_CHECKING:
+    from headrace.engine.protocol import ServingEngine
+
+Report = Callable[[str, float], None]  # (phase, seconds it took)
+FAKE_MODEL_LEN, FAKE_KV_BLOCKS = 8192, 4096
+
+
+def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
+    """Resolve (and, where needed, download) the model that `settings` name."""
+    from headrace.sources.resolve import FAKE, resolve
+
+    fake = settings.backend == "fake" and not settings.model
+    files = FAKE if fake else resolve(settings.model, say=say)
+    if not settings.served_model_name:
+        return files
+    return ModelFiles(settings.served_model_name, files.kind, files.path)
+
+
+def build_engine(
+    settings: Settings, files: ModelFiles, report: Report
+) -> tuple[ServingEngine, EngineInfo]:
+    """Load the model and put an engine around it. Raises SetupError."""
+    if settings.engine == "naive":
+        from headrace.bench.naive import build_naive
+
+        return build_naive(settings, files, report)
+    from headrace.engine.loop import Engine
+    from headrace.kv.cache import KVCache
+
+    backend = resolve_backend(settings).value
+    runner = _fake_runner(settings) if backend == "fake" else _cpu_runner(settings, files, report)
+    facts = runner.capacity
+    kv = KVCache(facts.kv_blocks[0], facts.block_size, prefix_caching=settings.prefix_caching)
+    engine = Engine(settings, kv, runner, overlap=resolve_overlap(settings, backend).value)
+    return engine, EngineInfo(
+        max_model_len=facts.max_model_len,
+        max_num_seqs=facts.max_rows,
+        vocab_size=facts.vocab_size,
+        block_size=facts.block_size,
+        kv_blocks=facts.kv_blocks[0],
+    )
+
+
+def _fake_runner(settings: Settings) -> Any:
+    from headrace.backends.fake import FakeRunner
+
+    blocks = settings.kv_blocks or FAKE_KV_BLOCKS
+    most = blocks * settings.block_size
+    return FakeRunner(
+        kv_blocks=blocks,
+        block_size=settings.block_size,
+        max_rows=settings.max_num_seqs,
+        max_model_len=min(settings.max_model_len or FAKE_MODEL_LEN, most),
+        step_ms=settings.fake_step_ms,
+    )
+
+
+def _cpu_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
+    if files.kind == "fake":
+        raise ConfigError("the fake model needs backend = fake", param="backend")
+    begun = time.perf_counter()
+    from headrace.runner.build import load_runner
+
+    report("import torch", time.perf_counter() - begun)
+    runner, info = load_runner(settings, files, report)
+    for line in info.ledger:
+        report(line, 0.0)
+    return runner
+
+
+def explain(settings: Settings) -> Mapping[str, Resolved[Any]]:
+    """What each `auto` becomes here and why, as far as it can be told without loading."""
+    backend = resolve_backend(settings)
+    at_start = "known once the model is loaded; `serve` prints it"
+    outcomes: dict[str, Resolved[Any]] = {
+        "backend": backend,
+        "overlap": resolve_overlap(settings, backend.value),
+        "api_workers": resolve_api_workers(settings),
+    }
+    for key in ("dtype", "kv_blocks", "max_model_len"):
+        if getattr(settings, key) in ("auto", 0):
+            outcomes[key] = Resolved("at start", at_start)
+    return outcomes
+
+
+def run_server(settings: Settings) -> int:
+    """`headrace serve`: run until SIGTERM or SIGINT; the process's exit code."""
+    from headrace.supervisor import Supervisor
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    begun = time.perf_counter()
+    resolve_backend(settings)  # refuse what cannot run before anything is downloaded
+    files = find_model(settings, say)
+    settings = msgspec.structs.replace(settings, served_model_name=files.name)
+    return Supervisor(settings, files, say, begun).run()
+
+
+def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: Any) -> None:
+    """Entry point of the engine process. `tell` is a pipe to the supervisor."""
+    configure_logging(settings.log_level)
+    from headrace.engine.server import serve
+    from headrace.errors import SetupError
+
+    def build(phase: Callable[[str], None]) -> tuple[ServingEngine, EngineInfo]:
+        def report(name: str, seconds: float) -> None:
+            phase(name)
+            tell.send(("phase", name, seconds))
+
+        phase("loading")
+        engine, info = build_engine(settings, files, report)
+        tell.send(("ready", info, 0.0))
+        return engine, info
+
+    try:
+        serve(folder, settings, build)
+    except SetupError as error:
+        tell.send(("failed", error.message, 0.0))
+        raise SystemExit(2) from None
+
+
+def api_process(
+    folder: Path, settings: Settings, files: ModelFiles, worker: int, sock: Any
+) -> None:
+    """Entry point of one HTTP process."""
+    configure_logging(settings.log_level)
+    from headrace.api.server import serve
+
+    serve(folder, settings, files, worker, sock)
+
+
+assert os.name == "posix", "headrace runs on Linux and macOS"

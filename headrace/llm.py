@@ -1,0 +1,414 @@
+"""headrace.LLM: the engine offline, in the caller's own process and thread.
+
+The caller's thread drives the loop: there is no background process, nothing runs between calls.
+One LLM belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import random
+import secrets
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+import msgspec
+
+from headrace import config, launch
+from headrace.errors import ContextTooLong, EngineDead, InvalidRequest, by_code
+from headrace.messages import Abort, Done, End, Finish, Reason, Sampling, Submit
+from headrace.params import SamplingParams
+from headrace.progress import Bar
+from headrace.sources.card import read_card
+from headrace.text.choice import ChoiceText
+from headrace.text.template import ChatTemplate
+from headrace.text.tokenizer import load_tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+OWNER = 0  # the engine's only client
+GENERATE_TOKENS = 16  # max_tokens of `generate` when none is given, as /v1/completions has it
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """One choice of one prompt."""
+
+    prompt_index: int  # which prompt of the call
+    index: int  # which choice of that prompt, 0 <= index < n
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: Reason = "abort"  # stop, length, or error: see `error`
+    prompt_token_ids: list[int]
+    cached_tokens: int = 0  # prompt tokens that the prefix cache held
+    error: str = ""  # this prompt alone failed in the engine: why
+
+
+class _Choice:
+    """A choice while it runs: its record, its text machine, and whether its text is complete."""
+
+    def __init__(self, completion: Completion, text: ChoiceText) -> None:
+        self.completion, self.text = completion, text
+        self.ended = False  # later tokens are the overrun of a stop string
+
+
+class _Job:
+    """One prompt: what is submitted for it, and its choices as they come."""
+
+    def __init__(self, submit: Submit, choices: list[_Choice]) -> None:
+        self.submit, self.choices = submit, choices
+        self.done: Done | None = None  # its terminal message
+        self.tokens = 0  # received so far, all choices
+        self.fresh: list[str] = []  # text of choice 0 that `stream` has not handed on
+
+    def __lt__(self, other: _Job) -> bool:
+        return self.submit.handle < other.submit.handle
+
+
+class LLM:
+    """An engine in this process.
+
+    Args:
+        model: as `headrace serve` takes it: a GGUF file, a folder, hf:owner/name, pypi:package;
+            empty for the default model.
+        settings: any setting of `headrace serve` by its name, such as max_num_seqs=8. HEADRACE_*
+            variables hold for those not given here.
+
+    Raises SetupError: a bad setting, or a model that cannot be found, read or run.
+    """
+
+    def __init__(self, model: str = "", **settings: Any) -> None:
+        given = {"model": model, **settings} if model else settings
+        self.settings, _ = config.load(given)
+        files = launch.find_model(self.settings, _say)
+        self._card = read_card(files)
+        self._tokenizer = load_tokenizer(files, self._card)
+        self._template = ChatTemplate(self._card)
+        self._engine, self.info = launch.build_engine(self.settings, files, _quiet)
+        self._handles = itertools.count()
+        self._live: dict[int, _Job] = {}
+        self._seeds = random.Random(self.settings.seed or secrets.randbits(64))
+        self._closed = False
+
+    # ------------------------------------------------------------ what the caller asks
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Continue each prompt: a text, token ids, or a list of either.
+
+        params: one for all, or one for each prompt. progress: a bar on stderr; None = if that is a
+        terminal. Returns the choices of the first prompt, then those of the second, and so on.
+
+        Raises InvalidRequest or ContextTooLong before anything runs. Ctrl-C aborts all of it.
+        """
+        jobs = self._prepare(self._encode(prompts), params, GENERATE_TOKENS, "prompts")
+        return self._run(jobs, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> list[Completion]:
+        """Answer one conversation, or each of a list of them. `template`: more for the template.
+
+        Otherwise as `generate`; without max_tokens an answer may fill the context.
+        """
+        ids = self._render(messages, template)
+        return self._run(self._prepare(ids, params, None, "messages"), progress)
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        **template: Any,
+    ) -> Generator[str, None, None]:
+        """Pieces of the text of one answer to a prompt or a conversation, as they come.
+
+        Closing the generator aborts the request. Needs n = 1. Raises as `generate` does, at the
+        call; and a HeadraceError from the generator when the engine fails the request.
+        """
+        if params is not None and params.n != 1:
+            raise InvalidRequest(f"n = {params.n}: a stream has one choice", param="n")
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            conversation = cast(Sequence[Message], prompt)
+            jobs = self._prepare(self._render(conversation, template), params, None, "messages")
+        elif template:
+            raise InvalidRequest("template arguments need messages", param=next(iter(template)))
+        else:
+            ids = self._encode([cast(Prompt, prompt)])
+            jobs = self._prepare(ids, params, GENERATE_TOKENS, "prompts")
+        return self._pieces(jobs[0])
+
+    def close(self) -> None:
+        """Free the model. The object is of no more use."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ from prompts to jobs
+
+    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        if isinstance(prompts, str):
+            many: Sequence[Prompt] = [prompts]
+        elif prompts and all(type(item) is int for item in prompts):
+            many = [cast(Sequence[int], prompts)]
+        else:
+            many = cast(Sequence[Prompt], prompts)
+        texts = self._tokenizer.encode_batch([item for item in many if isinstance(item, str)])
+        encoded = iter(texts)
+        return [next(encoded) if isinstance(x, str) else self._ids(x) for x in many]
+
+    def _ids(self, prompt: Sequence[int]) -> list[int]:
+        try:
+            ids = list(prompt)
+        except TypeError:
+            ids = [-1]
+        if not ids or not all(type(x) is int and 0 <= x < self.info.vocab_size for x in ids):
+            raise InvalidRequest(
+                f"a prompt is a text or a list of ids in [0, {self.info.vocab_size})",
+                param="prompts",
+            )
+        return ids
+
+    def _render(self, messages: Any, template: Mapping[str, Any]) -> list[list[int]]:
+        """Messages, or a list of conversations, to ids. The template writes BOS itself."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidRequest("messages is a list of at least one message", param="messages")
+        many = [messages] if isinstance(messages[0], Mapping) else messages
+        for conversation in many:
+            _check_messages(conversation)
+        texts = [self._template.render(conversation, **template) for conversation in many]
+        return self._tokenizer.encode_batch(texts, add_special=False)
+
+    def _prepare(
+        self, prompts: list[list[int]], params: Params, default_tokens: int | None, param: str
+    ) -> list[_Job]:
+        each = [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
+        if len(each) != len(prompts):
+            raise InvalidRequest(
+                f"{len(each)} params for {len(prompts)} prompts: give one, or one each",
+                param="params",
+            )
+        pairs = zip(prompts, each, strict=True)
+        return [
+            self._job(at, prompt, one or SamplingParams(), default_tokens, param)
+            for at, (prompt, one) in enumerate(pairs)
+        ]
+
+    def _job(
+        self, at: int, prompt: list[int], params: SamplingParams, default: int | None, param: str
+    ) -> _Job:
+        if not prompt and self._tokenizer.bos_id is None:
+            raise InvalidRequest("the prompt is empty and the model has no BOS", param=param)
+        prompt = prompt or [cast(int, self._tokenizer.bos_id)]
+        self._check(params)
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids.update(self._card.eos_ids)
+        submit = Submit(
+            handle=next(self._handles),
+            prompt=prompt,
+            max_tokens=self._max_tokens(at, len(prompt), params.max_tokens or default, param),
+            sampling=self._sampling(params),
+            stop_ids=sorted(stop_ids),
+            n=params.n,
+            priority=params.priority,
+            cache_salt=params.cache_salt,
+            arrived_s=time.monotonic(),
+        )
+        return _Job(submit, [self._choice(at, index, prompt, params) for index in range(params.n)])
+
+    def _choice(self, at: int, index: int, prompt: list[int], params: SamplingParams) -> _Choice:
+        text = ChoiceText(
+            self._tokenizer,
+            params.stops,
+            params.skip_special_tokens,
+            params.include_stop_str_in_output,
+            prompt_tail=prompt[-8:],
+        )
+        return _Choice(Completion(prompt_index=at, index=index, prompt_token_ids=prompt), text)
+
+    def _check(self, params: SamplingParams) -> None:
+        if params.n > self.info.max_num_seqs:
+            raise InvalidRequest(
+                f"n = {params.n} is over max_num_seqs = {self.info.max_num_seqs}", param="n"
+            )
+        if params.priority and self.settings.scheduling_policy != "priority":
+            raise InvalidRequest(
+                "priority needs LLM(..., scheduling_policy='priority')", param="priority"
+            )
+        for token in params.stop_token_ids:
+            if token >= self.info.vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids: {token} is not in [0, {self.info.vocab_size})",
+                    param="stop_token_ids",
+                )
+
+    def _max_tokens(self, at: int, prompt_tokens: int, asked: int | None, param: str) -> int:
+        room = self.info.max_model_len - prompt_tokens
+        if room < 1 or (asked or 1) > room:
+            raise ContextTooLong(
+                f"prompt {at} has {prompt_tokens} tokens and asks for {asked or 1} more, but the "
+                f"engine holds {self.info.max_model_len} tokens in all",
+                param=param,
+            )
+        return asked or room
+
+    def _sampling(self, params: SamplingParams) -> Sampling:
+        """The caller's values, else the model's own, else OpenAI's."""
+
+        def first(*values: float | None) -> float:
+            return next(value for value in values if value is not None)
+
+        card = self._card
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        return Sampling(
+            temperature=first(params.temperature, card.temperature, 1.0),
+            top_k=max(0, int(first(params.top_k, card.top_k, 0))),
+            top_p=first(params.top_p, card.top_p, 1.0),
+            min_p=first(params.min_p, card.min_p, 0.0),
+            seed=seed,
+        )
+
+    # ------------------------------------------------------------ running them
+
+    def _run(self, jobs: list[_Job], progress: bool | None) -> list[Completion]:
+        shown = sys.stderr.isatty() if progress is None else progress
+        with Bar(len(jobs), shown) as bar, self._feeding(jobs) as step:
+            while not all(job.done for job in jobs):
+                step()
+                bar.show(sum(j.done is not None for j in jobs), sum(j.tokens for j in jobs))
+        return [choice.completion for job in jobs for choice in job.choices]
+
+    def _pieces(self, job: _Job) -> Generator[str, None, None]:
+        with self._feeding([job]) as step:
+            while job.done is None or job.fresh:
+                if job.fresh:
+                    piece = "".join(job.fresh)
+                    job.fresh.clear()
+                    yield piece
+                else:
+                    step()
+        if job.done.error:
+            raise by_code(job.done.error, job.done.message)
+
+    @contextlib.contextmanager
+    def _feeding(self, jobs: list[_Job]) -> Iterator[Callable[[], None]]:
+        """A step that submits as many of `jobs` as the engine takes and runs one turn.
+
+        Leaving early aborts what was submitted and waits for its end.
+        """
+        waiting = list(jobs)  # a heap: a refused job comes back in its place
+        room = self.info.max_num_seqs + self.settings.max_queue
+
+        def step() -> None:
+            while waiting and len(self._live) < room:
+                job = heapq.heappop(waiting)
+                self._live[job.submit.handle] = job
+                self._engine.submit(OWNER, job.submit)
+            for job in self._turn():  # the queue was full: again, when something has ended
+                heapq.heappush(waiting, job)
+
+        if self._closed:
+            raise EngineDead("this LLM is closed")
+        try:
+            yield step
+        finally:
+            mine = [job for job in jobs if job.submit.handle in self._live]
+            for job in mine:
+                self._engine.abort(OWNER, Abort(job.submit.handle))
+            while any(job.submit.handle in self._live for job in mine):
+                self._turn()
+
+    def _turn(self) -> list[_Job]:
+        """One turn of the loop, told to the jobs. Returns those refused for a full queue."""
+        out = self._engine.turn().get(OWNER)
+        if out is None:
+            return []
+        ends = {(end.handle, end.choice): end for end in out.ends}
+        news: dict[tuple[int, int], list[int]] = {key: [] for key in ends}
+        for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
+            news.setdefault((handle, choice), []).append(token)
+        for (handle, choice), tokens in news.items():
+            self._hear(self._live[handle], choice, tokens, ends.get((handle, choice)))
+        return [job for done in out.dones if (job := self._settle(done))]
+
+    def _hear(self, job: _Job, choice: int, tokens: list[int], end: End | None) -> None:
+        """A choice's new tokens. `end`: it ended in this turn, with the last of them."""
+        at = job.choices[choice]
+        job.tokens += len(tokens)
+        if at.ended:
+            return
+        at.completion.token_ids += tokens
+        stopped = end is not None and end.stop_id >= 0
+        piece = at.text.feed(tokens[:-1] if stopped else tokens)
+        text = piece.text
+        if piece.stop_at is not None:
+            at.ended = True
+            at.completion.finish_reason = "stop"
+            del at.completion.token_ids[piece.stop_at :]
+            if end is None:
+                self._engine.finish(OWNER, Finish(job.submit.handle, choice, piece.stop_at))
+        elif end is not None:
+            at.ended = True
+            at.completion.finish_reason = end.reason
+            text += at.text.end(end.stop_id)
+        at.completion.text += text
+        if choice == 0 and text:
+            job.fresh.append(text)
+
+    def _settle(self, done: Done) -> _Job | None:
+        """The request's one terminal message. Returns the job if it must be submitted again."""
+        job = self._live.pop(done.handle)
+        if done.error == "queue_full" and self._live:
+            return job
+        job.done = done
+        for choice in job.choices:
+            choice.completion.cached_tokens = done.cached_tokens
+            if done.error:
+                choice.completion.finish_reason = "error"
+                choice.completion.error = f"{done.error}: {done.message}"
+        return None
+
+
+def _check_messages(conversation: Any) -> None:
+    if isinstance(conversation, str) or not isinstance(conversation, Sequence) or not conversation:
+        raise InvalidRequest("a conversation is a list of at least one message", param="messages")
+    for message in conversation:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest("a message is a mapping with a role", param="messages")
+        if not isinstance(message.get("content"), str | None):
+            raise InvalidRequest("the content of a message is text", param="messages")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _quiet(phase: str, seconds: float) -> None:
+    """The phases of the start are for `headrace serve` to print."""

@@ -1,0 +1,66 @@
+"""Which module computes which architecture. Imported on use; add a line, or call `register`.
+
+A module offers `slots(spec)` (where each checkpoint tensor goes) and `build(spec, dtype)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Protocol, cast
+
+import msgspec
+
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.models.layers import Decoder
+    from headrace.models.slots import Slot
+    from headrace.models.spec import ModelSpec
+
+
+class Family(msgspec.Struct, frozen=True):
+    """`module` is imported when a model of the family is built."""
+
+    module: str
+    qkv_bias: bool = False
+
+
+class ModelModule(Protocol):
+    """What a module in `headrace/models/` offers."""
+
+    def slots(self, spec: ModelSpec) -> list[Slot]:
+        """Every checkpoint tensor of the model and where it goes."""
+
+    def build(self, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+        """The model with unset parameters."""
+
+
+_LLAMA = Family("headrace.models.llama")
+_QWEN2 = Family("headrace.models.qwen2", qkv_bias=True)
+_FAMILIES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "llama": _LLAMA,  # GGUF
+    "Qwen2ForCausalLM": _QWEN2,
+    "qwen2": _QWEN2,  # GGUF
+}
+
+
+def register(architecture: str, family: Family) -> None:
+    """Serve `architecture` (as config.json or the GGUF file spells it) with `family.module`."""
+    _FAMILIES[architecture] = family
+
+
+def family_of(architecture: str) -> Family:
+    """Raises ModelError listing what is known."""
+    if architecture not in _FAMILIES:
+        known = ", ".join(sorted(_FAMILIES))
+        raise ModelError(f"architecture {architecture!r} is not supported; known: {known}")
+    return _FAMILIES[architecture]
+
+
+def module_of(architecture: str) -> ModelModule:
+    """The module, imported. Raises ModelError for an unknown architecture."""
+    return cast(ModelModule, importlib.import_module(family_of(architecture).module))

@@ -1,0 +1,57 @@
+"""SamplingParams: what a Python caller asks of one prompt. The HTTP fields, by the same names."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import InvalidRequest
+
+Unit = Annotated[float, Meta(ge=0, le=1)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to draw, and when to stop. None: the model's own default, then OpenAI's.
+
+    Raises InvalidRequest naming the field for a value of the wrong type or out of range.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None  # generate: 16; chat: what still fits
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # 0 = greedy
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # 0 and -1 = off
+    top_p: Unit | None = None
+    min_p: Unit | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a new one each time
+    n: Annotated[int, Meta(ge=1)] = 1  # choices a prompt
+    stop: str | list[Annotated[str, Meta(min_length=1)]] = []
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    priority: int = 0  # needs scheduling_policy="priority"
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints().items():
+            value = getattr(self, name)
+            try:
+                msgspec.convert(value, hint)
+            except msgspec.ValidationError as error:
+                why = str(error).split(" - at `")[0]
+                raise InvalidRequest(f"{name} = {value!r}: {why}", param=name) from None
+        if self.stop == "":
+            raise InvalidRequest("stop = '': a stop string cannot be empty", param="stop")
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+@functools.cache
+def _hints() -> Mapping[str, Any]:
+    return typing.get_type_hints(SamplingParams, include_extras=True)

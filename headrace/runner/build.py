@@ -1,0 +1,130 @@
+"""From settings and files to a runner that can be launched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import torch
+
+from headrace.backends.cpu import device
+from headrace.backends.cpu.kv_store import KvStore
+from headrace.config import Resolved, Settings
+from headrace.engine.protocol import Capacity
+from headrace.errors import ConfigError
+from headrace.models.layers import Decoder
+from headrace.models.registry import module_of
+from headrace.models.spec import ModelSpec, read_spec
+from headrace.runner import ledger, weights
+from headrace.runner.checkpoint import Checkpoint, dtypes_of, open_checkpoint
+from headrace.runner.runner import TorchRunner
+from headrace.sources.files import ModelFiles
+
+Report = Callable[[str, float], None]  # (phase, seconds it took)
+
+
+class LoadInfo(msgspec.Struct, frozen=True):
+    """What was loaded, and why it is as it is."""
+
+    capacity: Capacity
+    spec: ModelSpec
+    dtype: Resolved[str]  # torch's name: float32, ...
+    max_model_len: Resolved[int]
+    kv_blocks: Resolved[int]
+    ledger: list[str]  # lines to print
+
+
+def load_runner(
+    settings: Settings, files: ModelFiles, report: Report
+) -> tuple[TorchRunner, LoadInfo]:
+    """Load the model and make its KV cache; `report` hears of each phase.
+
+    Raises ConfigError (a setting that cannot be met) or ModelError (files that cannot be run).
+    """
+    if settings.backend not in ("auto", "cpu"):
+        raise ConfigError(f"backend = {settings.backend}: this runner has cpu", param="backend")
+    threads = settings.threads or device.cores()
+    torch.set_num_threads(threads)
+    with _phase("read the model's config", report):
+        spec = read_spec(files)
+        wanted = ledger.wanted_model_len(settings, spec)
+        checkpoint = None if settings.load_format == "dummy" else open_checkpoint(files)
+        stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
+        dtype = ledger.resolve_dtype(settings, stored, device.flags())
+    with _phase("load weights", report):
+        model = load_model(spec, checkpoint, dtype.value)
+    with _phase("make the KV cache", report):
+        free_bytes = device.free_memory_bytes()
+        blocks = ledger.size_kv(settings, spec, dtype.value, free_bytes)
+        length = ledger.fit_model_len(wanted, blocks.value, settings.block_size)
+        store = KvStore(
+            layers=spec.layers,
+            blocks=blocks.value,
+            kv_heads=spec.kv_heads,
+            block_size=settings.block_size,
+            head_dim=spec.head_dim,
+            dtype=dtype.value,
+        )
+    capacity = Capacity(
+        kv_blocks=[blocks.value],
+        block_size=settings.block_size,
+        max_rows=settings.max_num_seqs,
+        max_model_len=length.value,
+        vocab_size=spec.vocab_size,
+    )
+    name = Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
+    lines = _lines(settings, spec, model, blocks, length)
+    info = LoadInfo(capacity, spec, name, length, blocks, lines)
+    lines.insert(0, f"{'dtype':13} {name.value}: {name.reason}")
+    return TorchRunner(model, store, capacity, threads), info
+
+
+def load_model(spec: ModelSpec, checkpoint: Checkpoint | None, dtype: torch.dtype) -> Decoder:
+    """The model with its weights; random ones if `checkpoint` is None."""
+    module = module_of(spec.architecture)
+    model, slots = module.build(spec, dtype), module.slots(spec)
+    if checkpoint is None:
+        weights.fill_dummy(model, slots)
+    else:
+        weights.load(model, slots, checkpoint)
+    return model
+
+
+def _lines(
+    settings: Settings,
+    spec: ModelSpec,
+    model: Decoder,
+    blocks: Resolved[int],
+    longest: Resolved[int],
+) -> list[str]:
+    parameters = list(model.parameters())
+    per_token = ledger.kv_bytes_per_token(spec, model.dtype)
+    tokens = blocks.value * settings.block_size
+    lines = [
+        ledger.Line(
+            "weights",
+            sum(p.numel() * p.element_size() for p in parameters),
+            f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters",
+        ),
+        ledger.Line(
+            "KV cache",
+            tokens * per_token,
+            f"{blocks.value} blocks, {tokens} tokens of {per_token} bytes: {blocks.reason}",
+        ),
+        ledger.Line(
+            "activations",
+            ledger.activation_bytes(settings, spec, model.dtype, longest.value),
+            f"estimate for a step of {settings.max_num_batched_tokens} tokens",
+        ),
+    ]
+    length = f"{'max_model_len':13} {longest.value} tokens: {longest.reason}"
+    return [*map(str, lines), length]
+
+
+@contextmanager
+def _phase(name: str, report: Report) -> Iterator[None]:
+    began_s = time.perf_counter()
+    yield
+    report(name, time.perf_counter() - began_s)

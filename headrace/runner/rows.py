@@ -1,0 +1,75 @@
+"""The device tables: what the runner knows of each running sequence; plan deltas change them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.messages import Grow, Join
+from headrace.sampling.params import Columns
+
+
+class Rows:
+    """Block table, sampling parameters and last drawn token of each device row.
+
+    tables [max_rows, width] int64; last [max_rows] int64.
+    """
+
+    def __init__(self, max_rows: int, width: int) -> None:
+        self.tables = torch.zeros((max_rows, width), dtype=torch.int64)
+        self.last = torch.zeros(max_rows, dtype=torch.int64)
+        self.columns = Columns.empty(max_rows)
+        self._taken = [False] * max_rows
+
+    def leave(self, row: int) -> None:
+        """The sequence in `row` is gone. Changes nothing for a free row: when a step broke, the
+        next plan names its leaves again."""
+        self._taken[row] = False
+
+    def join(self, join: Join) -> None:
+        """A sequence takes a free row."""
+        assert not self._taken[join.row], f"row {join.row} is joined twice"
+        assert len(join.tables) == 1, f"{len(join.tables)} KV groups, this runner has 1"
+        assert not join.adapter, "this runner has no adapters"
+        self._taken[join.row] = True
+        self._put(join.row, 0, join.tables[0])
+        self.columns.set(join.row, join.sampling, join.choice)
+
+    def grow(self, grow: Grow) -> None:
+        """Append to, or replace in, a row's block table."""
+        assert self._taken[grow.row], f"row {grow.row} grows but is free"
+        assert grow.group == 0, f"KV group {grow.group}, this runner has 1"
+        self._put(grow.row, grow.first, grow.blocks)
+
+    def _put(self, row: int, first: int, blocks: list[int]) -> None:
+        end = first + len(blocks)
+        assert end <= self.tables.shape[1], f"row {row}: {end} blocks, {self.tables.shape[1]} fit"
+        if blocks:
+            self.tables[row, first:end] = torch.tensor(blocks)
+
+    def taken(self, row: int) -> bool:
+        """Whether a sequence owns `row`."""
+        return self._taken[row]
+
+    def draws(self, rows: list[int], positions: list[int]) -> Columns:
+        """Sampling columns of the draws into `rows`."""
+        columns = self.columns.take(rows)
+        columns.position[:] = np.array(positions, dtype=np.uint64)
+        return columns
+
+    def ids(self, rows: list[int], ids: list[list[int] | None]) -> Tensor:
+        """The step's tokens [T] int64; None stands for the token last drawn into the row."""
+        flat: list[int] = []
+        places, owners = [], []
+        for row, tokens in zip(rows, ids, strict=True):
+            if tokens is None:
+                places.append(len(flat))
+                owners.append(row)
+                flat.append(0)
+            else:
+                flat += tokens
+        out = torch.tensor(flat)
+        if places:
+            out[places] = self.last[owners]
+        return out

@@ -1,0 +1,185 @@
+"""Computes steps: plan -> forward pass -> tokens, on a thread of its own.
+
+One worker thread does all tensor work in the order it was asked for, so the engine plans the next
+step while this one runs. The only shared state is inside the tickets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from headrace.backends.cpu.attention import Scratch, StepAttention
+from headrace.backends.cpu.kv_store import KvStore
+from headrace.engine.protocol import Capacity
+from headrace.errors import EngineError
+from headrace.messages import Output, StepPlan, StepResult
+from headrace.models.layers import Decoder
+from headrace.runner.rows import Rows
+from headrace.sampling.pipeline import sample
+
+_OFFERED = (Output.NONE, Output.SAMPLE)
+_FAILED_TOKEN = -1
+T = TypeVar("T")
+
+
+class TorchTicket:
+    """A step in flight; see `engine.protocol.Ticket`."""
+
+    def __init__(self, runner: TorchRunner, plan: StepPlan) -> None:
+        self._runner, self._plan = runner, plan
+        self._logits = runner.submit(lambda: runner.forward(plan))
+        self._result: Future[StepResult] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether `finish` was called."""
+        return self._result is not None
+
+    def finish(self, masks: None = None) -> None:
+        """Enqueue the sampler."""
+        assert self._result is None, "a ticket is finished once"
+        assert masks is None, "this runner takes no masks"
+        self._result = self._runner.submit(self._sample)
+
+    def _sample(self) -> StepResult:
+        logits, busy_s = self._logits.result()  # done: one worker, in order
+        return self._runner.draw(self._plan, logits, busy_s)
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what broke it."""
+        assert self._result is not None, "finish() comes before result()"
+        return self._result.result()
+
+
+class TorchRunner:
+    """A decoder-only model over one KV group; see `engine.protocol.Runner`."""
+
+    def __init__(self, model: Decoder, store: KvStore, capacity: Capacity, threads: int) -> None:
+        self._model, self._store, self._capacity = model, store, capacity
+        # An overlapped step may run past the last token of a sequence: two blocks to spare.
+        width = -(-capacity.max_model_len // capacity.block_size) + 2
+        self._rows = Rows(capacity.max_rows, width)
+        self._scratch = Scratch(store.head_dim, model.dtype)
+        self._latest: TorchTicket | None = None
+        # OpenMP keeps its thread count per thread: the worker sets its own.
+        self._worker = ThreadPoolExecutor(
+            1, "runner", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+
+    @property
+    def capacity(self) -> Capacity:
+        """What this runner offers."""
+        return self._capacity
+
+    def launch(self, plan: StepPlan) -> TorchTicket:
+        """Start a step. Needs: `finish` was called on the ticket before.
+
+        Raises EngineError for a kind of output that this runner does not offer.
+        """
+        assert self._latest is None or self._latest.finished, (
+            f"step {plan.step} is launched before the one before it was finished"
+        )
+        for kind in plan.outputs:
+            if kind not in _OFFERED:
+                raise EngineError(f"this runner does not offer output kind {kind}")
+        self._latest = TorchTicket(self, plan)
+        return self._latest
+
+    def close(self) -> None:
+        """Stop the worker and free the memory."""
+        self._worker.shutdown(wait=True)
+        self._latest = None
+        del self._model, self._store, self._rows, self._scratch
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue work for the worker thread."""
+        return self._worker.submit(work)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> tuple[Tensor | None, float]:
+        """On the worker: apply the deltas and run the model.
+
+        Returns logits [rows drawn from, vocab_size] float32, in the order of their first draw,
+        None if nothing is drawn; and the seconds it took.
+        """
+        began_s = time.perf_counter()
+        self._apply(plan)
+        logits = self._compute(plan) if plan.rows else None
+        return logits, time.perf_counter() - began_s
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.leaves:
+            self._rows.leave(row)
+        for join in plan.joins:
+            self._rows.join(join)
+        for grow in plan.grows:
+            self._rows.grow(grow)
+        for group, pairs in enumerate(plan.copies):
+            assert group == 0, "this runner has one KV group"
+            self._store.copy(pairs)
+
+    def _compute(self, plan: StepPlan) -> Tensor | None:
+        _check(plan, self._rows)
+        step = StepAttention(
+            self._store,
+            self._scratch,
+            self._rows.tables[plan.rows],
+            plan.starts,
+            plan.counts,
+            plan.unwritten,
+        )
+        ids = self._rows.ids(plan.rows, plan.ids)
+        hidden = self._model(ids, step.positions, step.attend)
+        if not plan.draw_from:
+            return None
+        lasts = list(accumulate(plan.counts))
+        return self._model.logits(hidden[[lasts[i] - 1 for i in _sources(plan)]])
+
+    @torch.inference_mode()
+    def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:
+        """On the worker: one token a draw, kept in the device rows and returned."""
+        if logits is None:
+            return StepResult(plan.step, [], [], busy_s)
+        began_s = time.perf_counter()
+        sources = {row: i for i, row in enumerate(_sources(plan))}
+        if len(sources) != len(plan.draw_from):
+            logits = logits[[sources[row] for row in plan.draw_from]]
+        broken = _not_finite(logits)
+        if broken:
+            logits[broken] = 0.0  # drawn like any other row, then thrown away
+        positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
+        drawn = sample(logits, self._rows.draws(plan.draw_into, positions))
+        self._rows.last[plan.draw_into] = drawn
+        tokens = drawn.tolist()
+        for j in broken:
+            tokens[j] = _FAILED_TOKEN
+        failed = [(j, "the model's logits were not finite") for j in broken]
+        return StepResult(plan.step, tokens, failed, busy_s + time.perf_counter() - began_s)
+
+
+def _sources(plan: StepPlan) -> list[int]:
+    """Forward rows that are drawn from, in the order of their first draw."""
+    return list(dict.fromkeys(plan.draw_from))
+
+
+def _check(plan: StepPlan, rows: Rows) -> None:
+    """The plan's own promises; a broken one is a bug of the scheduler."""
+    for row, count, ids in zip(plan.rows, plan.counts, plan.ids, strict=True):
+        assert rows.taken(row), f"step {plan.step} computes row {row}, which is free"
+        assert count == (1 if ids is None else len(ids)), f"row {row}: {count} tokens, ids {ids}"
+    for i in plan.draw_from:
+        assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"
+
+
+def _not_finite(logits: Tensor) -> list[int]:
+    """Rows with a NaN or an infinity."""
+    low, high = logits.aminmax(dim=-1)
+    fine = torch.isfinite(low) & torch.isfinite(high)  # NaN passes through aminmax
+    return [] if fine.all() else (~fine).nonzero()[:, 0].tolist()

@@ -1,0 +1,112 @@
+"""A model folder from the Hugging Face Hub: `hf:owner/name`.
+
+huggingface_hub downloads into its own cache, resumes, and honours HF_ENDPOINT, HF_TOKEN and
+HF_HUB_OFFLINE. What it may hand out after an interruption is a folder with some files missing, so
+a folder counts as whole only once every file of its commit has been seen in it; that is marked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import DownloadError, ModelError
+from headrace.sources.cache import cache_home, write_whole
+from headrace.sources.card import read_json
+
+PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
+_TRUE = {"1", "true", "yes", "on"}
+
+
+def fetch(repo: str, say: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of `owner/name`, downloaded on first use; a whole cached one needs no network.
+
+    Raises DownloadError if it is not there whole, ModelError if it is no model that we can read.
+    """
+    options: dict[str, Any] = {"repo_id": repo, "allow_patterns": list(PATTERNS)}
+    if endpoint := environ.get("HF_ENDPOINT"):
+        options["endpoint"] = endpoint
+    offline = environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
+    cached = _cached(options)
+    if cached is not None and _mark(repo, cached).exists() and missing_file(cached) is None:
+        return cached
+    if offline:
+        if cached is None or (lost := missing_file(cached)):
+            what = f"of which {lost} is missing" if cached else "of which there is no copy"
+            raise DownloadError(f"HF_HUB_OFFLINE is set and hf:{repo} is needed, {what} here")
+        return cached
+    say(f"downloading hf:{repo}")
+    folder = _download(repo, options)
+    if lost := missing_file(folder):
+        raise ModelError(f"hf:{repo} has no {lost}: a folder with safetensors weights is needed")
+    return folder
+
+
+def missing_file(folder: Path) -> str | None:
+    """The first file without which `folder` is no model: config, tokenizer, every weight shard."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).exists():
+            return name
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return None if any(folder.glob("*.safetensors")) else "model.safetensors"
+    shards = sorted(set((read_json(index).get("weight_map") or {}).values()))
+    return next((shard for shard in shards if not (folder / shard).exists()), None)
+
+
+def _cached(options: Mapping[str, Any]) -> Path | None:
+    """The folder in huggingface_hub's cache, whole or not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(**options, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except ValueError as error:  # not owner/name
+        raise ModelError(f"hf:{options['repo_id']}: {error}") from None
+
+
+def _download(repo: str, options: Mapping[str, Any]) -> Path:
+    """Fetch what is missing; mark the folder once every file of the commit is in it."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(**options))
+        names = HfApi(endpoint=options.get("endpoint")).list_repo_files(repo, revision=folder.name)
+    except GatedRepoError:
+        raise DownloadError(
+            f"hf:{repo} is gated: accept its terms on the Hub and set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise DownloadError(
+            f"the Hub knows no hf:{repo}, or it is private and HF_TOKEN is not set"
+        ) from None
+    except Exception as error:  # the client's HTTP library, sockets, disks: many trees, one meaning
+        reason = str(error).strip().splitlines()
+        raise DownloadError(
+            f"could not download hf:{repo}: {type(error).__name__}: {reason[0] if reason else ''}. "
+            "Starting again resumes; with a full copy in the cache set HF_HUB_OFFLINE=1, or give "
+            "the folder's path as --model"
+        ) from None
+    wanted = [n for n in names if any(fnmatch(n, pattern) for pattern in PATTERNS)]
+    if lost := [name for name in wanted if not (folder / name).exists()]:
+        raise DownloadError(f"hf:{repo}: {lost[0]} did not arrive; start again to resume")
+    write_whole(_mark(repo, folder), b"")
+    return folder
+
+
+def _mark(repo: str, folder: Path) -> Path:
+    """The folder's name is its commit, which never changes."""
+    return cache_home() / "hub" / repo.replace("/", "--") / f"{folder.name}.whole"

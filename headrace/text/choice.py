@@ -1,0 +1,93 @@
+"""The text of one choice: tokens in, text that can be sent out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.text.detokenizer import detokenizer
+from headrace.text.stops import StopStrings
+from headrace.text.tokenizer import Tokenizer
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What one `feed` gives. `stop_at`: tokens of this choice, from its first, up to and including
+    the one that completed a stop string; None while there was none. Later pieces repeat it.
+    """
+
+    text: str
+    stop_at: int | None = None
+
+
+class ChoiceText:
+    """A feed/flush machine: detokenizer, then stop strings.
+
+    Feed the tokens as they come, except a stop token that ended the choice: give that to `end`.
+
+    Args:
+        stops: stop strings, none empty.
+        include_stop: show the stop string, or the stop token's text, that ended the choice.
+        prompt_tail: the prompt's ids, or the last eight; None: unknown, the text goes on from
+            something (keeps a leading space that some tokenizers drop at the start of a text).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        skip_special: bool = True,
+        include_stop: bool = False,
+        *,
+        prompt_tail: Sequence[int] | None = None,
+    ) -> None:
+        self._detokenizer = detokenizer(
+            tokenizer, skip_special=skip_special, prompt_tail=prompt_tail
+        )
+        self._stops = StopStrings(stops, include=include_stop) if stops else None
+        self._include_stop = include_stop
+        self.n_tokens = 0  # fed so far, those after a stop string not counted
+        self.stop_at: int | None = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.matched if self._stops else None
+
+    def feed(self, tokens: Sequence[int]) -> Piece:
+        """The text that `tokens` complete. Tokens after a stop string's last one are dropped."""
+        feed, stops = self._detokenizer.feed, self._stops
+        if stops is None:
+            self.n_tokens += len(tokens)
+            return Piece("".join([feed(token) for token in tokens]))
+        out: list[str] = []
+        for token in tokens:
+            if self.stop_at is not None:
+                break
+            self.n_tokens += 1
+            out.append(stops.feed(feed(token)))
+            if stops.matched is not None:
+                self.stop_at = self.n_tokens
+        return Piece("".join(out), self.stop_at)
+
+    def flush(self) -> str:
+        """What was held back: call once, when the choice ended without a stop token."""
+        if self.stop_at is not None:
+            return ""
+        last = self._detokenizer.flush()
+        if self._stops is None:
+            return last
+        return self._stops.feed(last) + self._stops.flush()
+
+    def end(self, stop_id: int) -> str:
+        """As `flush`, when the choice ended by drawing `stop_id` (-1: it did not).
+
+        The stop token was not fed. Its text is shown only with `include_stop`.
+        """
+        if self.stop_at is not None:
+            return ""
+        self.n_tokens += stop_id >= 0
+        shown = self._detokenizer.feed(stop_id) if self._include_stop and stop_id >= 0 else ""
+        if self._stops is None:
+            return shown + self._detokenizer.flush()
+        return self._stops.feed(shown + self._detokenizer.flush()) + self._stops.flush()

@@ -1,0 +1,305 @@
+"""headrace.LLM on the fake backend: the whole path from text to text, in this process."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import headrace
+from headrace import LLM, SamplingParams
+from headrace.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True} | more)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(backend="fake", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256) as made:
+        yield made
+
+
+def idle(llm: LLM) -> bool:
+    """Nothing is left in the engine."""
+    stats = llm._engine.stats()
+    assert stats.started == sum(stats.finished.values())
+    return not llm._engine.has_work and (stats.running, stats.waiting) == (0, 0)
+
+
+def test_one_prompt(llm: LLM) -> None:
+    (one,) = llm.generate("Once upon a time", GREEDY)
+    assert len(one.token_ids) == 12
+    assert one.text == bytes(t for t in one.token_ids if t < 256).decode(errors="replace")
+    assert one.finish_reason == "length"
+    assert one.prompt_token_ids == list(b"Once upon a time")
+    assert (one.prompt_index, one.index, one.error) == (0, 0, "")
+    assert idle(llm)
+
+
+def test_text_ids_and_lists_are_the_same_prompt(llm: LLM) -> None:
+    text, ids = "abc", list(b"abc")
+    alone = llm.generate(text, GREEDY)[0].token_ids
+    shapes: list[Any] = [ids, [text], [ids], [text, ids], (text, tuple(ids))]
+    for prompts in shapes:
+        for completion in llm.generate(prompts, GREEDY):
+            assert completion.token_ids == alone
+
+
+def test_many_more_prompts_than_the_queue_takes_come_back_in_order() -> None:
+    with LLM(backend="fake", max_num_seqs=2, max_num_batched_tokens=16, max_queue=3) as llm:
+        prompts = [f"prompt {i}" for i in range(30)]
+        each = [greedy(max_tokens=1 + i % 7) for i in range(30)]
+        found = llm.generate(prompts, each)
+        assert [c.prompt_index for c in found] == list(range(30))
+        assert [len(c.token_ids) for c in found] == [1 + i % 7 for i in range(30)]
+        assert found[17].token_ids == llm.generate("prompt 17", each[17])[0].token_ids
+        assert idle(llm)
+
+
+def test_no_waiting_at_all() -> None:
+    with LLM(backend="fake", max_num_seqs=2, max_num_batched_tokens=16, max_queue=0) as llm:
+        found = llm.generate(["a", "b", "c", "d", "e"], greedy(n=2))
+        assert [(c.prompt_index, c.index) for c in found] == list(
+            itertools.product(range(5), range(2))
+        )
+        assert {len(c.token_ids) for c in found} == {12}
+        assert idle(llm)
+
+
+def test_choices(llm: LLM) -> None:
+    found = llm.generate(["x", "y"], SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True))
+    assert [(c.prompt_index, c.index) for c in found] == list(itertools.product(range(2), range(3)))
+    assert len({tuple(c.token_ids) for c in found[:3]}) == 3
+
+
+def test_seeds(llm: LLM) -> None:
+    hot = SamplingParams(seed=-3, max_tokens=30, ignore_eos=True)
+    first, again = llm.generate(["x", "x"], hot)
+    assert first.token_ids == again.token_ids
+    free = SamplingParams(max_tokens=30, ignore_eos=True)
+    one, two = llm.generate(["x", "x"], free)
+    assert one.token_ids != two.token_ids
+    runs = []
+    for _ in range(2):
+        with LLM(backend="fake", seed=7) as fixed:
+            runs.append([c.token_ids for c in fixed.generate(["x", "x"], free)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    whole = llm.generate("tell me", greedy(max_tokens=60))[0]
+    stop = whole.text[20:23]
+    at = whole.text.index(stop)
+    shown = ["".join(chr(t) for t in whole.token_ids[:k] if t < 256) for k in range(61)]
+    complete = next(k for k, text in enumerate(shown) if stop in text)
+    for include in (False, True):
+        params = greedy(max_tokens=60, stop=["never~", stop], include_stop_str_in_output=include)
+        (one,) = llm.generate("tell me", params)
+        assert one.text == whole.text[: at + (3 if include else 0)]
+        assert one.finish_reason == "stop"
+        assert one.token_ids == whole.token_ids[:complete]
+    assert idle(llm)
+
+
+def test_stop_ids(llm: LLM) -> None:
+    whole = llm.generate("tell me", greedy(max_tokens=40))[0]
+    stop = whole.token_ids[9]
+    first = whole.token_ids.index(stop)
+    (one,) = llm.generate("tell me", greedy(max_tokens=40, stop_token_ids=[stop]))
+    assert one.finish_reason == "stop"
+    assert one.token_ids == whole.token_ids[: first + 1]
+    assert one.text == whole.text[:first]
+
+
+def test_end_of_turn_stops_unless_ignored(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=200, seed=0)
+    stopped = [c for c in llm.generate([f"q{i}" for i in range(20)], params)
+               if c.finish_reason == "stop"]  # fmt: skip
+    assert stopped, "of 20 long answers, one draws the end of its turn"
+    assert all(c.token_ids[-1] in (256, 258) for c in stopped)
+    assert all(len(c.text) == len(c.token_ids) - 1 for c in stopped)
+
+
+def test_prefix_cache_is_reported(llm: LLM) -> None:
+    prompt = "p" * 50
+    cold, warm = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert cold.cached_tokens == 0
+    assert warm.cached_tokens == 48
+    assert warm.token_ids == cold.token_ids
+    assert llm.generate(prompt, greedy(cache_salt="other"))[0].cached_tokens == 0
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    (one,) = llm.chat(conversation, GREEDY)
+    prompt = b"".join(bytes([i]) for i in one.prompt_token_ids if i < 256)
+    assert b"user\nhi" in prompt
+    assert prompt.endswith(b"assistant\n")
+    assert 257 in one.prompt_token_ids
+    many = llm.chat([conversation, conversation[1:]], GREEDY)
+    assert many[0].token_ids == one.token_ids
+    assert [c.prompt_index for c in many] == [0, 1]
+    (open_ended,) = llm.chat(conversation, SamplingParams(temperature=0, ignore_eos=True))
+    assert len(open_ended.prompt_token_ids) + len(open_ended.token_ids) == 256
+
+
+def test_stream_is_generate_in_pieces(llm: LLM) -> None:
+    params = greedy(max_tokens=50)
+    whole = llm.generate("go on", params)[0].text
+    pieces = list(llm.stream("go on", params))
+    assert "".join(pieces) == whole
+    assert len(pieces) > 10
+    messages = [{"role": "user", "content": "go on"}]
+    assert "".join(llm.stream(messages, params)) == llm.chat(messages, params)[0].text
+    assert "".join(llm.stream(list(b"go on"), params)) == whole
+
+
+def test_streams_and_batches_may_interleave(llm: LLM) -> None:
+    params = greedy(max_tokens=30)
+    expected = llm.generate(["a", "b", "c"], params)
+    one, two = llm.stream("a", params), llm.stream("b", params)
+    texts = [next(one), next(two)]
+    assert llm.generate("c", params)[0].text == expected[2].text
+    assert texts[0] + "".join(one) == expected[0].text
+    assert texts[1] + "".join(two) == expected[1].text
+
+
+def test_leaving_a_stream_aborts_it(llm: LLM) -> None:
+    stream = llm.stream("go on", greedy(max_tokens=200))
+    next(stream)
+    stream.close()
+    assert idle(llm)
+    assert llm._engine.stats().finished["abort"] == 1
+    assert llm._engine.stats().generation_tokens < 200
+
+
+def test_ctrl_c_aborts_what_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = itertools.count()
+    turn = llm._engine.turn
+
+    def interrupted() -> Any:
+        if next(turns) == 5:
+            raise KeyboardInterrupt
+        return turn()
+
+    monkeypatch.setattr(llm._engine, "turn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([f"p{i}" for i in range(10)], greedy(max_tokens=100))
+    assert idle(llm)
+    assert llm.generate("still here", GREEDY)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3.0}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+    ],
+)
+def test_bad_params_name_their_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        (SamplingParams(n=5), "n"),
+        (SamplingParams(priority=1), "priority"),
+        (SamplingParams(stop_token_ids=[259]), "stop_token_ids"),
+        ([SamplingParams()] * 3, "params"),
+    ],
+)
+def test_params_that_this_engine_cannot_honour(llm: LLM, params: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(["a", "b"], params)
+    assert caught.value.param == param
+    assert llm._engine.stats().started == 0
+
+
+@pytest.mark.parametrize("prompts", [[259], [-1], [[1, "x"]], [True], "", [[]], [None], [1.5]])
+def test_bad_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.param == "prompts"
+    assert llm._engine.stats().started == 0
+
+
+@pytest.mark.parametrize(
+    "messages", ["hi", [], [[]], ["hi"], [{"content": "x"}], [{"role": "user", "content": 3}]]
+)
+def test_bad_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(messages, GREEDY)
+    assert caught.value.param == "messages"
+
+
+def test_what_cannot_fit_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ContextTooLong, match=r"250.*12.*256"):
+        llm.generate(["fits", "x" * 250], GREEDY)
+    with pytest.raises(InvalidRequest) as caught:
+        llm.stream("x", greedy(n=2))
+    assert caught.value.param == "n"
+    assert llm._engine.stats().started == 0
+    assert llm.generate([], GREEDY) == []
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="no_such"):
+        LLM(backend="fake", no_such=1)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(backend="fake", max_num_seqs=0)
+
+
+def test_closed(llm: LLM) -> None:
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDead):
+        llm.generate("x", GREEDY)
+
+
+def test_progress_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], GREEDY)
+    assert capfd.readouterr().err == ""
+    llm.generate(["a", "b"], GREEDY, progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "2/2" in err
+    assert "tokens/s" in err
+
+
+def test_importing_headrace_is_light() -> None:
+    code = (
+        "import sys, headrace; assert headrace.__version__\n"
+        "heavy = {'torch', 'msgspec', 'rich', 'tokenizers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "headrace.LLM; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no_such"):
+        headrace.no_such  # noqa: B018

@@ -1,0 +1,269 @@
+"""Sampling against float64 references written out in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.messages import Sampling
+from headrace.sampling.params import Columns
+from headrace.sampling.pipeline import STAGES, inverse_cdf, run_stages, sample
+from headrace.sampling.rng import philox, uniform, uniform_reference
+from headrace.sampling.truncation import TopP, keep_largest
+
+Row = tuple[Sampling, int, int]
+
+
+def reference(logits: list[float], sampling: Sampling, choice: int, position: int) -> int:
+    """One draw, by the definitions: filters on sorted lists, then the inverse of the CDF."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if sampling.temperature < 1e-5:
+        return order[0]
+    peak = logits[order[0]]
+    weight = {i: math.exp((logits[i] - peak) / sampling.temperature) for i in order}
+    kept = order[: sampling.top_k] if sampling.top_k else order
+    total, mass = math.fsum(weight[i] for i in kept), 0.0
+    nucleus: list[int] = []
+    for i in kept:
+        if nucleus and sampling.top_p < 1.0 and mass >= sampling.top_p * total:
+            break
+        nucleus.append(i)
+        mass += weight[i]
+    kept = sorted(i for i in nucleus if weight[i] >= sampling.min_p)
+    target = uniform_reference(sampling.seed, choice, position) * math.fsum(weight[i] for i in kept)
+    mass = 0.0
+    for i in kept:
+        mass += weight[i]
+        if mass > target:
+            return i
+    return kept[-1]
+
+
+def draw(logits: Tensor, rows: list[Row]) -> list[int]:
+    out: list[int] = sample(logits, Columns.of(rows)).tolist()
+    return out
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1e-6, 1e-4, 0.3, 1.0, 5.0, 1e6]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40, 10**7]),
+    top_p=st.sampled_from([0.0, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+rows_of = st.lists(
+    st.tuples(samplings, st.integers(0, 127), st.integers(1, 2**20)), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=rows_of, seed=st.integers(0, 10**6), ties=st.booleans())
+def test_equals_the_reference_alone_and_among_others(
+    rows: list[Row], seed: int, ties: bool
+) -> None:
+    logits = 3 * torch.randn(len(rows), 61, generator=torch.Generator().manual_seed(seed))
+    logits = logits.round() if ties else logits
+    together = draw(logits.clone(), rows)
+    assert together == [reference(logits[i].tolist(), *row) for i, row in enumerate(rows)]
+    assert together == [draw(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=rows_of, seed=st.integers(0, 10**6))
+def test_row_independence_is_exact_at_real_vocabulary_sizes(rows: list[Row], seed: int) -> None:
+    """Kept sets and weights agree to the last bit, whatever the batch around a row."""
+    rows = [row for row in rows if row[0].temperature >= 1e-5]
+    assume(rows)
+    logits = 4 * torch.randn(len(rows), 9001, generator=torch.Generator().manual_seed(seed))
+    whole = run_stages(logits.double(), Columns.of(rows), STAGES)
+    for i, row in enumerate(rows):
+        alone = run_stages(logits[i : i + 1].double(), Columns.of([row]), STAGES)
+        assert torch.equal(alone[0], whole[i])
+
+
+def test_greedy_rows_ignore_their_neighbours() -> None:
+    """bugs B040: masked tokens (-inf) next to sampled rows."""
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    logits[:4, ::2] = -torch.inf
+    rows = [(Sampling(temperature=0.0), 0, 5)] * 4 + [
+        (Sampling(top_p=0.9, seed=s), 0, 5) for s in range(4)
+    ]
+    mixed = draw(logits.clone(), rows)
+    assert mixed[:4] == logits[:4].argmax(-1).tolist()
+    assert draw(logits.flip(0), rows[::-1]) == mixed[::-1]
+
+
+def test_top_p_is_taken_from_its_own_row() -> None:
+    """bugs B029: alternating top_p 0.01 and 1 at temperature 1.6."""
+    logits = 4 * torch.randn(8, 500, generator=torch.Generator().manual_seed(1))
+    free = set()
+    for position in range(30):
+        rows = [(Sampling(1.6, 0, (0.01, 1.0)[i % 2], 0.0, i), 0, position) for i in range(8)]
+        tokens = draw(logits.clone(), rows)
+        assert tokens[::2] == logits[::2].argmax(-1).tolist()
+        free.add(tokens[1])
+    assert len(free) > 5
+
+
+def test_min_p_with_a_seed() -> None:
+    """bugs B030: a near-tie of two, min_p 0.5, 100 seeds."""
+    logits = torch.tensor([[0.0, 5.0, 4.7, 4.2, 1.0]])  # exp(-0.3) = 0.74, exp(-0.8) = 0.45
+    rows = [(Sampling(min_p=0.5, seed=s), 0, 3) for s in range(100)]
+    tokens = draw(logits.repeat(100, 1), rows)
+    assert set(tokens) == {1, 2}
+    assert tokens == draw(logits.repeat(100, 1), rows)
+    assert draw(logits, [(Sampling(min_p=0.5, seed=17), 0, 3)]) == [tokens[17]]
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-30, 0.0])
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
+    """bugs B036."""
+    logits = 10 * torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+    rows = [(Sampling(temperature=temperature, seed=s), 0, 1) for s in range(5)]
+    assert draw(logits, rows) == logits.argmax(-1).tolist()
+
+
+def test_huge_temperature_is_uniform() -> None:
+    logits = 10 * torch.randn(1, 4).repeat(4000, 1)
+    rows = [(Sampling(temperature=1e30, seed=s), 0, 1) for s in range(4000)]
+    assert chi_square(draw(logits, rows), [0.25] * 4) < 16.3  # 0.999 quantile, 3 degrees
+
+
+@pytest.mark.parametrize(("top_k", "distinct"), [(0, 50), (10**7, 50), (50, 50), (1, 1), (3, 3)])
+def test_top_k_limits(top_k: int, distinct: int) -> None:
+    """bugs B038: larger than the vocabulary, off, 1."""
+    logits = torch.zeros(3000, 50) + torch.arange(50) * 0.01
+    rows = [(Sampling(top_k=top_k, seed=s), 0, 1) for s in range(3000)]
+    assert set(draw(logits, rows)) == set(range(50 - distinct, 50))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-9])
+def test_top_p_zero_keeps_the_most_likely(top_p: float) -> None:
+    """bugs B039."""
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(3))
+    rows = [(Sampling(temperature=1.5, top_p=top_p, seed=s), 0, 1) for s in range(20)]
+    assert draw(logits.clone(), rows) == logits.argmax(-1).tolist()
+
+
+def test_ties_keep_the_lowest_ids() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 3.0]]).double()
+    kept = [torch.isfinite(keep_largest(logits.clone(), torch.tensor([n])))[0] for n in range(1, 8)]
+    sets = [mask.nonzero()[:, 0].tolist() for mask in kept]
+    assert sets[:4] == [[1], [1, 3], [1, 3, 6], [1, 2, 3, 6]]
+    assert sets[4:] == [[1, 2, 3, 4, 6], [1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_a_nucleus_wider_than_the_first_look() -> None:
+    """Top-p sorts 256 candidates first; a flat row needs more, its neighbour does not."""
+    logits = torch.stack((torch.linspace(0, 1e-3, 5000), 9 * torch.randn(5000))).double()
+    rows: list[Row] = [(Sampling(top_p=0.8), 0, 1), (Sampling(top_p=0.8), 0, 1)]
+    kept = torch.isfinite(TopP().apply(logits.clone(), Columns.of(rows)))
+    weights = logits.softmax(-1).numpy()
+    for row in range(2):
+        order = np.argsort(-weights[row], kind="stable")
+        before = np.concatenate(([0.0], np.cumsum(weights[row][order])[:-1]))
+        assert set(np.flatnonzero(kept[row].numpy())) == set(order[before < 0.8])
+    assert int(kept[0].sum()) > 3000
+    assert int(kept[1].sum()) < 256
+
+
+def chi_square(tokens: list[int], expected: list[float]) -> float:
+    counts = Counter(tokens)
+    n = len(tokens)
+    assert set(counts) <= {i for i, p in enumerate(expected) if p > 0}
+    return sum((counts[i] - n * p) ** 2 / (n * p) for i, p in enumerate(expected) if p > 0)
+
+
+@pytest.mark.parametrize("vary", ["seed", "choice", "position"])
+def test_draws_follow_the_distribution(vary: str) -> None:
+    """Chi-square over 20000 draws; the bound is the 0.9999 quantile for 5 degrees of freedom."""
+    p = [0.4, 0.25, 0.15, 0.1, 0.07, 0.03]
+    logits = torch.tensor(p).log().repeat(20000, 1)
+    at = {"seed": 3, "choice": 1, "position": 50}
+    rows = []
+    for i in range(20000):
+        here = at | {vary: i}
+        rows.append((Sampling(seed=here["seed"]), here["choice"], here["position"]))
+    assert chi_square(draw(logits, rows), p) < 25.8
+
+
+def test_a_filtered_distribution_is_renormalised() -> None:
+    p = [0.4, 0.25, 0.15, 0.1, 0.07, 0.03]
+    rows = [(Sampling(top_k=4, top_p=0.85, seed=s), 0, 1) for s in range(20000)]
+    tokens = draw(torch.tensor(p).log().repeat(20000, 1), rows)
+    # top_k keeps 0.9 in all; 0.4 + 0.25 + 0.15 = 0.8 >= 0.85 * 0.9, so the fourth goes.
+    assert chi_square(tokens, [0.5, 0.3125, 0.1875, 0, 0, 0]) < 18.4  # 2 degrees
+
+
+def test_the_ends_of_the_distribution() -> None:
+    """u = 0 skips leading tokens of weight 0; the largest u stays within the vocabulary."""
+    inf = math.inf
+    logits = torch.tensor([[-inf, -inf, 0.0, 0.0, -inf], [0.0, -inf, 0.0, 0.1, -inf]]).double()
+    assert inverse_cdf(logits, torch.zeros(2).double()).tolist() == [2, 0]
+    assert inverse_cdf(logits, torch.full((2,), 1 - 2**-53).double()).tolist() == [3, 3]
+    assert inverse_cdf(logits, torch.ones(2).double()).tolist() == [3, 3]
+
+
+# Known answers of Random123 for philox4x32-10.
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(
+    counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, int, int, int]
+) -> None:
+    assert philox(counter, key) == answer
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1)),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_uniform_equals_its_reference(draws: list[tuple[int, int, int]]) -> None:
+    seeds, choices, positions = (np.array(c, np.uint64) for c in zip(*draws, strict=True))
+    got = uniform(seeds, choices, positions).tolist()
+    assert got == [uniform_reference(*d) for d in draws]
+    assert all(0 <= u < 1 for u in got)
+
+
+def test_a_stage_nobody_uses_is_skipped() -> None:
+    class Counted:
+        name = "counted"
+        calls = 0
+
+        def rows(self, columns: Columns, vocab: int) -> list[int]:
+            return [i for i, k in enumerate(columns.top_k) if k == 7]
+
+        def apply(self, logits: Tensor, columns: Columns) -> Tensor:
+            self.calls += 1
+            assert logits.shape[0] == len(columns.top_k)
+            return logits
+
+    stage, logits = Counted(), torch.randn(2, 30)
+    sample(logits, Columns.of([(Sampling(top_k=0), 0, 1)] * 2), [*STAGES, stage])
+    assert stage.calls == 0
+    sample(logits, Columns.of([(Sampling(top_k=7), 0, 1), (Sampling(), 0, 1)]), [stage])
+    assert stage.calls == 1

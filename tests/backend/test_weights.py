@@ -1,0 +1,234 @@
+"""Checkpoints: dequantised to the bit, folded into the right rows, and refused by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.torch import save_file
+
+from headrace.config import Settings
+from headrace.errors import ModelError
+from headrace.models.registry import module_of
+from headrace.models.spec import ModelSpec, read_spec
+from headrace.runner import weights
+from headrace.runner.build import load_model, load_runner
+from headrace.runner.checkpoint import GgufFile, dtypes_of, open_checkpoint
+from headrace.runner.weights import halves
+from headrace.sources.files import ModelFiles
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def tensors_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    slots = module_of(spec.architecture).slots(spec)
+    return {slot.hf: torch.randn(slot.shape, generator=draw) for slot in slots}
+
+
+def hf_folder(folder: Path, **changes: Any) -> tuple[ModelFiles, dict[str, torch.Tensor]]:
+    """A folder with config.json, and the tensors that fit it."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    files = ModelFiles("tiny", "hf", folder)
+    return files, tensors_of(read_spec(files))
+
+
+def load(files: ModelFiles, dtype: torch.dtype = torch.float32) -> Any:
+    return load_model(read_spec(files), open_checkpoint(files), dtype)
+
+
+def test_single_file_and_shards_give_the_same_parameters(tmp_path: Path) -> None:
+    files, tensors = hf_folder(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    single = dict(load(files).named_parameters())
+    (tmp_path / "model.safetensors").unlink()
+    names = list(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for part, held in parts.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / part)
+    index = {"weight_map": {name: part for part, held in parts.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, parameter in load(files).named_parameters():
+        assert torch.equal(parameter, single[name])
+    qkv = single["blocks.1.qkv.weight"]
+    for letter, rows in (("q", slice(0, 32)), ("k", slice(32, 48)), ("v", slice(48, 64))):
+        assert torch.equal(qkv[rows], tensors[f"model.layers.1.self_attn.{letter}_proj.weight"])
+    assert torch.equal(
+        single["blocks.0.ffn.gate_up.weight"][64:], tensors["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+def test_rows_arrive_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 4 * 32 * 7)  # seven rows of 32
+    files, tensors = hf_folder(tmp_path, dtype="bfloat16")
+    save_file({n: t.bfloat16() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    model = load(files, torch.float16)
+    wanted = tensors["model.embed_tokens.weight"].bfloat16().half()
+    assert torch.equal(model.embed.weight, wanted)
+    assert dtypes_of(open_checkpoint(files)) == {"bfloat16"}
+
+
+def test_tied_models_ignore_a_stored_output_layer(tmp_path: Path) -> None:
+    files, tensors = hf_folder(tmp_path, tie_word_embeddings=True)
+    extras = {
+        "lm_head.weight": torch.zeros(40, 32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+    }
+    save_file(tensors | extras, tmp_path / "model.safetensors")
+    assert load(files).head is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, "1 missing: model.norm.weight"),
+        ({"model.new.weight": torch.zeros(2)}, "1 unexpected: model.new.weight"),
+        (
+            {"model.norm.weight": torch.zeros(33)},
+            r"model.norm.weight has shape \[33\], the config asks \[32\]",
+        ),
+        ({"lm_head.weight": None}, "1 missing: lm_head.weight"),
+        (
+            {"model.norm.weight": torch.zeros(32, dtype=torch.int64)},
+            "model.norm.weight: type I64 is not supported",
+        ),
+    ],
+)
+def test_misfits_are_named(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    files, tensors = hf_folder(tmp_path)
+    merged = {n: t for n, t in (tensors | change).items() if t is not None}
+    save_file(merged, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load(files)
+
+
+def test_broken_folders(tmp_path: Path) -> None:
+    files, tensors = hf_folder(tmp_path)
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load(files)
+    whole = tmp_path / "model.safetensors"
+    save_file(tensors, whole)
+    whole.write_bytes(whole.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot read"):
+        load(files)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lacks gone\.safetensors"):
+        load(files)
+    index.write_text(json.dumps({"weight_map": {"a": "../up.safetensors"}}))
+    with pytest.raises(ModelError, match="outside its folder"):
+        load(files)
+    index.write_text("[]")
+    with pytest.raises(ModelError, match="not an index"):
+        load(files)
+
+
+# ---------------------------------------------------------------- GGUF
+
+KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32"]
+
+
+def write_gguf(
+    path: Path, tensors: dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]]
+) -> None:
+    writer = GGUFWriter(path, "llama")
+    for name, (raw, kind) in tensors.items():
+        plain = kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
+        writer.add_tensor(name, raw, raw_dtype=None if plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind_name", KINDS)
+def test_gguf_rows_are_dequantised_to_the_bit(tmp_path: Path, kind_name: str) -> None:
+    kind = GGMLQuantizationType[kind_name]
+    values = np.random.default_rng(1).normal(size=(9, 64)).astype(np.float32)
+    raw = values.astype(np.float16) if kind_name == "F16" else quantize(values, kind)
+    write_gguf(tmp_path / "x.gguf", {"a": (raw, kind), "b": (values[0], GGMLQuantizationType.F32)})
+    file = GgufFile(tmp_path / "x.gguf")
+    wanted = torch.from_numpy(dequantize(raw, kind).astype(np.float32))
+    assert torch.equal(file.read("a", 0, 9).float(), wanted)
+    assert torch.equal(file.read("a", 3, 7).float(), wanted[3:7])
+    assert torch.equal(file.read("b", 0, 64), torch.from_numpy(values[0]))
+    assert torch.equal(file.read("b", 5, 9), torch.from_numpy(values[0, 5:9]))
+
+
+@pytest.mark.parametrize("kind_name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_are_read(tmp_path: Path, kind_name: str) -> None:
+    kind = GGMLQuantizationType[kind_name]
+    from gguf.constants import GGML_QUANT_SIZES
+
+    _, size = GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(2).integers(0, 60, (4, 2 * size), dtype=np.uint8)
+    write_gguf(tmp_path / "x.gguf", {"a": (raw, kind)})
+    wanted = torch.from_numpy(dequantize(raw, kind))
+    got = GgufFile(tmp_path / "x.gguf").read("a", 1, 3)
+    assert torch.equal(got.nan_to_num(), wanted[1:3].nan_to_num())
+
+
+def test_a_cut_gguf_is_refused(tmp_path: Path) -> None:
+    values = np.ones((64, 64), np.float32)
+    path = tmp_path / "x.gguf"
+    write_gguf(path, {"a": (values, GGMLQuantizationType.F32)})
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(ModelError, match="tensor a ends past the file"):
+        GgufFile(path)
+
+
+def test_an_unknown_tensor_type_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(path, {"tensor": (np.ones((4, 32), np.float32), GGMLQuantizationType.F32)})
+    data = bytearray(path.read_bytes())
+    at = data.index(b"tensor") + 6 + 4 + 2 * 8  # name, dimension count, two dimensions
+    data[at : at + 4] = struct.pack("<I", 999)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match="unknown GGUF tensor type 999"):
+        GgufFile(path)
+
+
+def test_halves_undo_the_interleaving() -> None:
+    rows = torch.arange(2 * 8.0)[:, None].repeat(1, 3)
+    # What llama.cpp's converter does to rows stored as halves.
+    stored = rows.reshape(2, 2, 4, 3).swapaxes(1, 2).reshape(16, 3)
+    assert not torch.equal(stored, rows)
+    assert torch.equal(halves(stored, 2), rows)
+    assert torch.equal(halves(stored[:, 0], 2), rows[:, 0])
+
+
+# ---------------------------------------------------------------- dummy
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_dummy_weights_need_only_a_config(tmp_path: Path, architecture: str) -> None:
+    files, _ = hf_folder(tmp_path, architectures=[architecture], dtype="float32")
+    spec = read_spec(files)
+    once, again = (dict(load_model(spec, None, torch.float32).named_parameters()) for _ in "ab")
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert torch.equal(once["norm.weight"], torch.ones(32))
+    assert 0.01 < float(once["blocks.0.qkv.weight"].std()) < 0.03
+    assert ("blocks.0.qkv.bias" in once) == (architecture == "Qwen2ForCausalLM")
+    settings = Settings(load_format="dummy", kv_blocks=4)
+    runner, info = load_runner(settings, files, lambda phase, seconds: None)
+    assert info.capacity.max_model_len == 64
+    runner.close()

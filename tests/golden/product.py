@@ -1,0 +1,168 @@
+"""One axis a way in which a schedule may differ; the tokens must not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from headrace.backends.cpu.kv_store import KvStore
+from headrace.config import Settings
+from headrace.engine.loop import Engine
+from headrace.engine.protocol import Capacity
+from headrace.kv.cache import KVCache
+from headrace.messages import Sampling, Submit
+from headrace.models.layers import Decoder
+from headrace.runner.runner import TorchRunner
+
+BLOCK = 16
+CROWD = 16
+MAX_TURNS = 100_000
+WHOLE = 4096
+GREEDY = Sampling(temperature=0.0)
+URGENT = 10**6  # handles from here on are not looked at
+
+
+class Case(NamedTuple):
+    """One way to schedule the same prompts."""
+
+    loop: str  # plain, overlap
+    chunk: int  # prompt tokens a step
+    cache: str  # off, cold, warm
+    crowd: str  # alone, crowd
+    pressure: str  # roomy, preempted
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+AXES: tuple[tuple[str | int, ...], ...] = (
+    ("plain", "overlap"),
+    (1, 7, 16, 64, WHOLE),
+    ("off", "cold", "warm"),
+    ("alone", "crowd"),
+    ("roomy", "preempted"),
+)
+
+
+def all_cases() -> list[Case]:
+    """The full product."""
+    return [Case(*values) for values in itertools.product(*AXES)]  # type: ignore[arg-type]
+
+
+def pairwise() -> list[Case]:
+    """Few cases in which every pair of values of two axes occurs (greedy cover)."""
+    cases = all_cases()
+    wanted = set().union(*(_pairs(case) for case in cases))
+    chosen: list[Case] = []
+    while wanted:
+        best = max(cases, key=lambda case: len(wanted & _pairs(case)))
+        wanted -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def _pairs(case: Case) -> set[tuple[tuple[int, object], ...]]:
+    return set(itertools.combinations(enumerate(case), 2))
+
+
+class Outcome(NamedTuple):
+    """Tokens of each prompt, and what the engine counted on the way."""
+
+    tokens: list[list[int]]
+    cached_tokens: list[int]
+    preemptions: int
+
+
+def run(
+    model: Decoder, case: Case, prompts: Sequence[list[int]], n_tokens: int, threads: int
+) -> Outcome:
+    """Greedy tokens of every prompt under one case, on a fresh engine."""
+    engine = _engine(model, case, prompts, n_tokens, threads)
+    try:
+        if case.cache == "warm":
+            _generate(engine, case, prompts, n_tokens)
+        tokens, cached = _generate(engine, case, prompts, n_tokens)
+        engine.kv.check()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, engine.kv.used_blocks) == (0, 0, 0), "a leak"
+        return Outcome(tokens, cached, stats.preemptions)
+    finally:
+        engine.close()
+
+
+def _engine(
+    model: Decoder, case: Case, prompts: Sequence[list[int]], n_tokens: int, threads: int
+) -> Engine:
+    rows = CROWD + 1 if case.crowd == "crowd" else 1
+    needs = [-(-(len(prompt) + n_tokens) // BLOCK) for prompt in prompts]
+    tight = case.pressure == "preempted" and case.crowd == "crowd"
+    blocks = max(needs) + 2 if tight else sum(needs) + 4
+    settings = Settings(
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows - 1 + case.chunk,
+        block_size=BLOCK,
+        kv_blocks=blocks,
+        prefix_caching=case.cache != "off",
+        scheduling_policy="priority",
+        max_queue=10_000,
+    )
+    spec = model.spec
+    store = KvStore(
+        layers=spec.layers,
+        blocks=blocks,
+        kv_heads=spec.kv_heads,
+        block_size=BLOCK,
+        head_dim=spec.head_dim,
+        dtype=model.dtype,
+    )
+    capacity = Capacity([blocks], BLOCK, rows, spec.max_positions, spec.vocab_size)
+    runner = TorchRunner(model, store, capacity, threads)
+    kv = KVCache(blocks, BLOCK, prefix_caching=settings.prefix_caching)
+    return Engine(settings, kv, runner, overlap=case.loop == "overlap")
+
+
+def _generate(
+    engine: Engine, case: Case, prompts: Sequence[list[int]], n_tokens: int
+) -> tuple[list[list[int]], list[int]]:
+    tokens: list[list[int]] = [[] for _ in prompts]
+    cached = [0] * len(prompts)
+    todo = list(enumerate(prompts))
+    if case.crowd == "crowd":
+        for handle, prompt in todo:
+            engine.submit(0, Submit(handle, prompt, n_tokens, GREEDY, priority=1))
+        _drain(engine, tokens, cached)
+        return tokens, cached
+    for handle, prompt in todo:
+        engine.submit(0, Submit(handle, prompt, n_tokens, GREEDY, priority=1))
+        if case.pressure == "preempted":
+            while len(tokens[handle]) < n_tokens // 2:
+                _turn(engine, tokens, cached)
+            engine.submit(0, Submit(URGENT + handle, prompt[::-1], 2, GREEDY, priority=0))
+        _drain(engine, tokens, cached)
+    return tokens, cached
+
+
+def _drain(engine: Engine, tokens: list[list[int]], cached: list[int]) -> None:
+    for _ in _turns():
+        if not engine.has_work:
+            return
+        _turn(engine, tokens, cached)
+
+
+def _turns() -> Iterator[int]:
+    yield from range(MAX_TURNS)
+    raise AssertionError(f"not done after {MAX_TURNS} turns")
+
+
+def _turn(engine: Engine, tokens: list[list[int]], cached: list[int]) -> None:
+    out = engine.turn().get(0)
+    if out is None:
+        return
+    for handle, token in zip(out.handles, out.tokens, strict=True):
+        if handle < URGENT:
+            tokens[handle].append(token)
+    for done in out.dones:
+        assert not done.error, done.message
+        if done.handle < URGENT:
+            cached[done.handle] = done.cached_tokens

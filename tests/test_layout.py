@@ -1,0 +1,118 @@
+"""The layout is the map: import order, no torch where there must be none, sizes, stages."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.stages import STAGES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "headrace"
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+
+# What each part may import of ours. A part may always import itself.
+BASE = {"messages", "errors", "config", "stages"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "stages": set(),
+    "messages": {"errors"},
+    "config": {"errors", "messages"},
+    "observe": {"errors", "stages"},
+    "kv": BASE | {"observe"},
+    "sources": BASE | {"quant"},
+    "quant": BASE,
+    "text": BASE | {"sources", "observe"},
+    "engine": BASE | {"kv", "observe"},
+    "backends": BASE | {"kernels"},
+    "kernels": BASE,
+    "models": BASE | {"sources", "quant", "kernels", "backends"},
+    "sampling": BASE,
+    "runner": BASE | {"models", "sampling", "sources", "quant", "kernels", "backends", "observe"},
+    "api": BASE | {"text", "engine", "sources", "observe"},
+    "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
+    "params": {"errors"},
+    "progress": set(),
+    "llm": BASE | {"launch", "text", "engine", "sources", "params", "progress"},
+    "launch": {"*"},
+    "supervisor": {"*"},
+    "cli": {"*"},
+    "__init__": {"llm", "params"},
+}
+SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
+NO_TORCH = {"gateway", "api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
+NO_TORCH |= {"config", "stages", "backends/fake", "backends/choose"}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from names if node.module == "headrace" else [str(node.module)]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    part = part_of(path)
+    assert part in MAY_IMPORT, f"{part} is new: say in MAY_IMPORT what it may import"
+    allowed = MAY_IMPORT[part]
+    for name in imports(path):
+        if name.startswith("headrace."):
+            target = name.split(".")[1]
+            known = "*" in allowed or target in allowed | {part, "__version__"}
+            known |= name == SEAM and part in {"runner", "backends"}
+            assert known, f"{path.relative_to(ROOT)} imports headrace.{target}"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_torch_above_the_runner(path: Path) -> None:
+    inside = str(path.relative_to(PACKAGE).with_suffix(""))
+    if any(inside == part or inside.startswith(part + "/") for part in NO_TORCH):
+        bad = [n for n in imports(path) if n.split(".")[0] in {"torch", "transformers"}]
+        assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
+
+
+def docstring_lines(node: ast.AST) -> int:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return 0
+    first = node.body[0] if node.body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        return (first.end_lineno or 0) - first.lineno + 1 if first.value.value else 0
+    return 0
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_small_files_and_functions(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    docs = sum(docstring_lines(node) for node in ast.walk(tree))
+    assert len(text.splitlines()) - docs <= MAX_FILE_LINES, path
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1 - docstring_lines(node)
+            assert lines <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {lines} lines"
+
+
+def test_every_stage_is_claimed() -> None:
+    assert [stage.number for stage in STAGES] == list(range(1, 12))
+    for stage in STAGES:
+        for module in stage.modules:
+            assert (PACKAGE / module).exists(), f"stage {stage.number} claims {module}"
+
+
+def test_no_junk_drawer() -> None:
+    assert not [path for path in files() if path.stem in {"utils", "helpers", "common", "misc"}]

@@ -1,0 +1,263 @@
+"""The load generator against a server that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.bench.cpu import CpuMeter
+from headrace.bench.load import Exchange, Target, client_session, closed_loop, first_model, measure
+from headrace.bench.report import HEADINGS, cells, markdown, notes, read, table
+from headrace.bench.sse import EventReader
+from headrace.bench.stats import Level, Record
+from headrace.bench.workload import WORDS, Workload
+from headrace.cli.bench import command
+from headrace.errors import ConfigError, EngineError
+from tests.unit.scripted_server import (
+    DONE,
+    ROLE,
+    SSE_HEAD,
+    Script,
+    delta,
+    event,
+    scripted,
+    usage,
+    whole,
+)
+
+PAUSE = 0.05
+
+
+def steady(body: dict[str, Any]) -> list[bytes | float]:
+    """Role chunk at once, then three tokens, each after a pause."""
+    parts: list[bytes | float] = [SSE_HEAD, ROLE]
+    for text in ("a", "b", "c"):
+        parts += [PAUSE, delta(text)]
+    return [*parts, delta("", "length"), usage(9, 3, 4), DONE]
+
+
+async def run(script: Script, workload: Workload, levels: list[int], **more: Any) -> list[Level]:
+    async with scripted(script) as server:
+        return await measure(Target(url=server.url, model="m"), workload, levels, **more)
+
+
+async def records(script: Script, workload: Workload, at_once: int) -> list[Record]:
+    async with scripted(script) as server:
+        target = Target(url=server.url, model="m", timeout_s=5)
+        async with client_session(target) as session:
+            bodies = workload.bodies("m", "x")
+            return await closed_loop(session, target, workload.path(), bodies, at_once)
+
+
+async def test_stamps_of_a_stream() -> None:
+    """The role chunk is no token; each token is stamped when it comes. Lower bounds only."""
+    (one,) = await records(steady, Workload(requests=1), 1)
+    assert one.error == ""
+    assert len(one.chunks_s) == 3
+    stamps = [one.sent_s, *one.chunks_s]
+    assert all(b - a >= PAUSE * 0.9 for a, b in itertools.pairwise(stamps))
+    assert one.end_s >= one.chunks_s[-1]
+    assert (one.prompt_tokens, one.output_tokens, one.cached_tokens) == (9, 3, 4)
+    assert (one.finish_reason, one.counted_by) == ("length", "usage")
+
+
+async def test_closed_loop_keeps_exactly_so_many_open() -> None:
+    async with scripted(steady) as server:
+        target = Target(url=server.url, model="m", api_key="k")
+        (found,) = await measure(target, Workload(requests=12), [4], warmup=0)
+        assert server.most_open == 4
+        assert len(server.requests) == 12
+        prompts = {body["messages"][0]["content"] for body in server.requests}
+        assert len(prompts) == 12
+        assert all("Authorization: Bearer k" in head for head in server.heads)
+    assert found.requests == 12
+    assert found.errors == {}
+    assert found.output_tokens == 36
+    assert found.duration_s >= 3 * 3 * PAUSE * 0.9
+    assert found.itl_s is not None
+    assert found.itl_s.count == 24
+
+
+async def test_server_without_usage_is_counted_by_chunks() -> None:
+    def script(body: dict[str, Any]) -> list[bytes | float]:
+        return [SSE_HEAD, ROLE, delta("x"), 0.01, delta("y", "stop"), DONE]
+
+    (found,) = await run(script, Workload(requests=2), [1], warmup=0)
+    assert found.output_tokens == 4
+    assert found.counted_by_chunks == 2
+    assert "without usage" in notes(found)[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"),
+    [
+        ([whole("503 Busy", {"error": {"code": "queue_full"}})], "HTTP 503 queue_full"),
+        ([b"HTTP/1.1 500 Oops\r\nContent-Length: 2\r\n\r\nno"], "HTTP 500"),
+        ([SSE_HEAD, ROLE, delta("x")], "stream ended without [DONE]"),
+        ([SSE_HEAD, delta("x"), event({"error": {"code": "engine_dead"}})], "error event: engine_"),
+        ([SSE_HEAD, b"data: {nonsense\n\n"], "DecodeError"),
+        ([SSE_HEAD, delta("x"), 30.0], "TimeoutError"),
+        ([], "ServerDisconnectedError"),
+    ],
+)
+async def test_failures_are_records_not_exceptions(steps: list[bytes | float], error: str) -> None:
+    async with scripted(lambda body: steps) as server:
+        target = Target(url=server.url, model="m", timeout_s=0.5)
+        async with client_session(target) as session:
+            bodies = Workload(requests=1).bodies("m", "x")
+            (one,) = await closed_loop(session, target, "/v1/completions", bodies, 1)
+    assert one.error.startswith(error)
+    assert one.end_s > one.sent_s
+
+
+async def test_no_server_at_all() -> None:
+    target = Target(url="http://127.0.0.1:9", model="m")
+    with pytest.raises(EngineError, match="warm-up"):
+        await measure(target, Workload(requests=1), [1])
+    with pytest.raises(EngineError, match="v1/models"):
+        await first_model(target)
+    (found,) = await measure(target, Workload(requests=2), [1], warmup=0)
+    assert sum(found.errors.values()) == 2
+
+
+async def test_not_streamed() -> None:
+    payload = {
+        "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    }
+    load = Workload(requests=1, stream=False)
+    (one,) = await records(lambda body: [whole("200 OK", payload)], load, 1)
+    assert one.error == ""
+    assert one.chunks_s == []
+    assert (one.prompt_tokens, one.output_tokens, one.finish_reason) == (3, 2, "stop")
+
+
+async def test_cpu_of_a_process_tree_is_seen() -> None:
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", "sh -c 'while :; do :; done' & wait", start_new_session=True
+    )
+    try:
+        meter = CpuMeter(process.pid)
+        deadline = time.monotonic() + 30
+        while meter.total_s() < 0.1:  # the shell itself only waits: its child burns the time
+            assert time.monotonic() < deadline, "the child's time never showed"
+            await asyncio.sleep(0.02)
+    finally:
+        os.killpg(process.pid, 9)
+        await process.wait()
+    assert meter.total_s() >= 0.1  # ended, and still counted
+    with pytest.raises(ConfigError, match="no process"):
+        CpuMeter(process.pid)
+
+
+async def test_cores_are_measured() -> None:
+    (found,) = await run(steady, Workload(requests=2), [2], pid=os.getpid())
+    assert found.server_cores is not None
+    assert found.client_cores is not None
+    assert found.server_cores >= 0
+
+
+def test_events_cut_anywhere() -> None:
+    stream = b": keep-alive\n\ndata: one\n\nevent: x\r\ndata:two\r\n\r\ndata: [DONE]\n\n"
+    for cut in range(len(stream)):
+        reader = EventReader()
+        assert reader.feed(stream[:cut]) + reader.feed(stream[cut:]) == [b"one", b"two", b"[DONE]"]
+
+
+def test_reasoning_counts_as_the_first_token() -> None:
+    exchange = Exchange(Record(sent_s=0.0))
+    thought = {"choices": [{"delta": {"reasoning_content": "hm"}}]}
+    exchange.feed(ROLE + event(thought) + delta("x"), 1.0)
+    assert exchange.record.chunks_s == [1.0, 1.0]
+
+
+class TestWorkload:
+    def test_same_seed_same_prompts(self) -> None:
+        one, two = Workload(requests=5, seed=3), Workload(requests=5, seed=3)
+        assert list(one.bodies("m", "a")) == list(two.bodies("m", "a"))
+        assert list(one.bodies("m", "a")) != list(Workload(requests=5, seed=4).bodies("m", "a"))
+
+    def test_levels_share_no_prompt(self) -> None:
+        load = Workload(requests=20)
+        prompts = [load.prompt(f"0/{part}/{i}") for part in "ab" for i in range(20)]
+        assert len(set(map(str, prompts))) == 40
+
+    def test_sizes(self) -> None:
+        text = Workload(prompt_tokens=30).prompt("k")
+        assert isinstance(text, str)
+        assert len(text.split()) == 30
+        assert set(text.split()) <= set(WORDS)
+        ids = Workload(prompt_tokens=30, kind="ids", id_range=(5, 9)).prompt("k")
+        assert isinstance(ids, list)
+        assert len(ids) == 30
+        assert set(ids) <= {5, 6, 7, 8}
+
+    def test_bodies(self) -> None:
+        load = Workload(requests=2, single="Hello", ignore_eos=False, max_tokens=7)
+        first, second = load.bodies("m", "x")
+        assert first == second
+        assert first["messages"] == [{"role": "user", "content": "Hello"}]
+        assert "ignore_eos" not in first
+        assert first["stream_options"] == {"include_usage": True}
+        ids = Workload(kind="ids", endpoint="completions", stream=False)
+        body = next(ids.bodies("m", "x"))
+        assert isinstance(body["prompt"], list)
+        assert body["ignore_eos"] is True
+        assert "stream_options" not in body
+
+
+async def test_command_writes_a_report(tmp_path: Any) -> None:
+    out = tmp_path / "report.json"
+    async with scripted(steady) as server:
+        arguments = f"--url {server.url} --concurrency 1,3 --requests 6 --out {out}".split()
+        result = await asyncio.to_thread(CliRunner().invoke, command, arguments)
+        assert len(server.requests) == 13
+    assert result.exit_code == 0, result.output
+    (report,) = read(out)
+    assert [x.concurrency for x in report.levels] == [1, 3]
+    assert report.model == "scripted"
+    assert report.workload.requests == 6
+    assert report.conditions["cores"]
+    assert "TTFT" in result.output
+
+
+async def test_command_fails_when_every_request_does(tmp_path: Any) -> None:
+    def script(body: dict[str, Any]) -> list[bytes | float]:
+        return [whole("400 No", {"error": {"code": "nope"}})]
+
+    async with scripted(script) as server:
+        arguments = f"--url {server.url} --requests 2 --concurrency 1 --warmup 0".split()
+        result = await asyncio.to_thread(CliRunner().invoke, command, arguments)
+    assert result.exit_code == 1
+    assert "2 x HTTP 400 nope" in result.output
+
+
+@pytest.mark.parametrize("levels", ["0", "1,x", "", "4,-1"])
+def test_bad_levels_are_refused(levels: str) -> None:
+    result = CliRunner().invoke(command, ["--concurrency", levels])
+    assert result.exit_code == 2
+    assert "whole numbers" in result.output
+
+
+async def test_tables_and_plot(tmp_path: Any) -> None:
+    from headrace.bench.plot import plot
+
+    levels = await run(steady, Workload(requests=4), [1, 2], pid=os.getpid(), warmup=0)
+    assert len(cells(levels[0])) == len(HEADINGS)
+    assert table(levels).row_count == 2
+    text = markdown({"one": levels, "two": levels})
+    rows = text.strip().splitlines()
+    assert len(rows) == 6
+    assert len({row.count("|") for row in rows}) == 1
+    plot({"one": levels, "two": levels[:1]}, tmp_path / "four", title="t", cores=2)
+    svg = (tmp_path / "four.svg").read_text()
+    assert svg.count('id="axes_') == 5  # four panels and the second axis of the last
+    assert (tmp_path / "four.png").read_bytes().startswith(b"\x89PNG")
+    plot({"one": levels, "two": levels[:1]}, tmp_path / "again", title="t", cores=2)
+    assert (tmp_path / "again.svg").read_text() == svg

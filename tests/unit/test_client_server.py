@@ -1,0 +1,328 @@
+"""The process boundary over real ZMQ sockets: engine server in a thread, clients on this loop."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from headrace.config import Settings
+from headrace.engine import client as client_module
+from headrace.engine import server as server_module
+from headrace.engine.client import INBOX, PULSE, Delta, EngineClient, Job, TokenStream
+from headrace.engine.loop import Engine
+from headrace.engine.server import Stopper, run
+from headrace.errors import EngineDead, NotReady, RequestFailed
+from headrace.messages import Abort, Beat, Done, EngineInfo, Finish, Pulse, Submit
+from tests.unit.engine_double import ScriptedEngine
+
+INFO = EngineInfo(4096, 64, 259, 16, 100)
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hr") as name:  # short: ipc paths have a limit
+        yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same machinery with shorter periods."""
+    monkeypatch.setattr(client_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(client_module, "TICK_S", 0.02)
+    monkeypatch.setattr(server_module, "PULSE_S", 0.05)
+    monkeypatch.setattr(server_module, "IDLE_POLL_MS", 50)
+
+
+class Running:
+    """An engine server in a thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: ScriptedEngine,
+        *,
+        loaded: threading.Event | None = None,
+        api_timeout_s: float = 10.0,
+    ) -> None:
+        self.stopper = Stopper()
+        settings = msgspec.structs.replace(Settings(), api_timeout_s=api_timeout_s)
+
+        def build(say: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
+            say("reading weights")
+            if loaded is not None:
+                loaded.wait(PATIENCE_S)
+            return cast(Engine, engine), INFO
+
+        self.thread = threading.Thread(
+            target=run, args=(self.stopper, folder, settings, build, CollectorRegistry())
+        )
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.stopper.stop()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        self.stopper.close()
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+@asynccontextmanager
+async def connected(
+    folder: Path, worker: int = 0, *, engine_timeout_s: float = 10.0, ready: bool = True
+) -> AsyncIterator[EngineClient]:
+    client = EngineClient(folder, worker, engine_timeout_s=engine_timeout_s)
+    await client.start()
+    try:
+        if ready:
+            await until(lambda: client.state == "ready")
+        yield client
+    finally:
+        await client.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        await asyncio.sleep(0.01)
+
+
+async def collect(stream: TokenStream) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    async with stream:
+        while not stream.done:
+            for delta in await stream.take():
+                tokens.setdefault(delta.index, []).extend(delta.tokens)
+    return tokens
+
+
+async def test_choices_and_prompts_come_back_by_index(folder: Path) -> None:
+    ended: list[Done] = []
+    with Running(folder, ScriptedEngine()):
+        async with connected(folder) as client:
+            client.on_done = lambda stream, done: ended.append(done)
+            assert client.info == INFO
+            stream = client.submit([Job([1], 3, n=2), Job([1, 2], 4, n=2)])
+            assert await collect(stream) == {
+                0: [97, 98, 99],
+                1: [97, 98, 99],
+                2: [97, 98, 99, 100],
+                3: [97, 98, 99, 100],
+            }
+    assert [done.output_tokens for done in ended] == [6, 8]
+
+
+async def test_a_lagging_consumer_gets_merged_deltas(folder: Path) -> None:
+    with Running(folder, ScriptedEngine()):
+        async with connected(folder) as client, client.submit([Job([1], 50)]) as stream:
+            await until(lambda: stream._live == 0)
+            deltas = await stream.take()
+            assert len(deltas) == 1
+            assert len(deltas[0].tokens) == 50
+            assert deltas[0].end is not None
+            assert stream.done
+
+
+async def test_leaving_aborts_and_is_counted(folder: Path) -> None:
+    engine = ScriptedEngine(pause_s=0.001)
+    ended: list[Done] = []
+    with Running(folder, engine):
+        async with connected(folder) as client:
+            client.on_done = lambda stream, done: ended.append(done)
+            async with client.submit([Job([1], 1_000_000), Job([2], 1_000_000)]) as stream:
+                await stream.take()
+            await until(lambda: len(ended) == 2 and not engine.live)
+    assert sum(isinstance(message, Abort) for _, message in engine.messages) == 2
+
+
+async def test_finish_ends_one_choice(folder: Path) -> None:
+    engine = ScriptedEngine(pause_s=0.001)
+    with Running(folder, engine):
+        async with connected(folder) as client, client.submit([Job([1], 100_000, n=2)]) as stream:
+            stream.finish(1, 2)
+            ends: list[Delta] = []
+            while not ends:
+                ends = [delta for delta in await stream.take() if delta.end is not None]
+            assert ends[0].index == 1
+    assert any(message == Finish(1, 1, 2) for _, message in engine.messages)
+
+
+async def test_nothing_is_taken_while_the_model_loads(folder: Path) -> None:
+    loaded = threading.Event()
+    with Running(folder, ScriptedEngine(), loaded=loaded):
+        async with connected(folder, ready=False) as client:
+            await until(lambda: client.phase == "reading weights")
+            assert (client.state, client.alive, client.info) == ("loading", True, None)
+            with pytest.raises(NotReady, match="reading weights"):
+                client.submit([Job([1], 1)])
+            loaded.set()
+            await until(lambda: client.state == "ready")
+            assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
+
+
+async def test_a_long_step_neither_stops_the_pulse_nor_drops_anyone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "FRESH_S", 0.6)
+    engine = ScriptedEngine(pause_s=1.2)
+    with Running(folder, engine, api_timeout_s=0.5):
+        async with connected(folder) as client:
+            states = set()
+            task = asyncio.create_task(collect(client.submit([Job([1], 2)])))
+            while not task.done():
+                states.add(client.state)
+                await asyncio.sleep(0.02)
+            assert task.result() == {0: [97, 98]}
+            assert states == {"ready"}
+    assert not engine.drops
+
+
+async def test_a_silent_process_is_dropped_and_told_so(folder: Path) -> None:
+    engine = ScriptedEngine(pause_s=0.001)
+    with Running(folder, engine, api_timeout_s=0.3):
+        async with connected(folder) as client:
+            stream = client.submit([Job([1], 1_000_000)])
+            await stream.take()
+            assert client._tick_task is not None
+            client._tick_task.cancel()  # as if the process had been stopped
+            await until(lambda: bool(engine.drops))
+            assert not engine.live
+            client._tick_task = asyncio.create_task(client._tick())
+            with pytest.raises(RequestFailed, match="silent"):
+                await collect(stream)
+            assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
+
+
+async def test_a_new_start_of_a_worker_drops_the_old_one(folder: Path) -> None:
+    engine = ScriptedEngine(pause_s=0.001)
+    with Running(folder, engine):
+        async with connected(folder, worker=0) as old, connected(folder, worker=1) as other:
+            old_stream = old.submit([Job([1], 1_000_000)])
+            other_stream = other.submit([Job([1], 1_000_000)])
+            await old_stream.take()
+            await other_stream.take()
+            async with connected(folder, worker=0) as new:
+                await until(lambda: len(engine.live) == 1)
+                assert len(engine.drops) == 1
+                assert await collect(new.submit([Job([1], 2)])) == {0: [97, 98]}
+                await other_stream.take()
+
+
+async def test_a_process_that_reads_nothing_holds_nobody_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "SEND_QUEUE", 4)
+    engine = ScriptedEngine(tokens_a_turn=2000)
+    with Running(folder, engine):
+        context = zmq.Context()
+        stuck = context.socket(zmq.DEALER)
+        stuck.setsockopt(zmq.IDENTITY, b"7.1.stuck")
+        stuck.setsockopt(zmq.RCVHWM, 1)
+        stuck.connect(f"ipc://{folder / INBOX}")
+        encode = msgspec.msgpack.encode
+        stuck.send(encode(Submit(1, [1], 1_000_000_000)))
+        await until(lambda: bool(engine.drops))
+        async with connected(folder) as client:
+            assert len((await collect(client.submit([Job([1], 5000)])))[0]) == 5000
+        stuck.close(linger=0)
+        context.term()
+
+
+async def test_bytes_that_are_no_message_change_nothing(folder: Path) -> None:
+    with Running(folder, ScriptedEngine()):
+        async with connected(folder) as client:
+            client._dealer.send(b"\xc1 not msgpack")
+            client._dealer.send(msgspec.msgpack.encode(["submit", "x"]))
+            assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
+
+
+async def test_a_dead_engine_fails_streams_and_refuses_new_ones(folder: Path) -> None:
+    running = Running(folder, ScriptedEngine(pause_s=0.001))
+    async with connected(folder, engine_timeout_s=0.5) as client:
+        stream = client.submit([Job([1], 1_000_000)])
+        await stream.take()
+        running.stop()
+        with pytest.raises(EngineDead):
+            await collect(stream)
+        assert client.state == "dead"
+        assert not client.alive
+        with pytest.raises(EngineDead):
+            client.submit([Job([1], 1)])
+        with Running(folder, ScriptedEngine()):
+            await until(lambda: client.state == "ready")
+            assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
+
+
+async def test_a_pulse_with_a_new_pid_fails_old_streams(folder: Path) -> None:
+    context = zmq.Context()
+    router, pub = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
+    router.bind(f"ipc://{folder / INBOX}")
+    pub.bind(f"ipc://{folder / PULSE}")
+
+    def pulse(pid: int) -> None:
+        pub.send(msgspec.msgpack.encode(Pulse(pid, INFO, "ready", 0)))
+
+    async def pulses(pid: int, condition: Callable[[], bool]) -> None:
+        while not condition():
+            pulse(pid)
+            await asyncio.sleep(0.02)
+
+    try:
+        async with connected(folder, ready=False) as client:
+            await pulses(1, lambda: client.state == "ready")
+            stream = client.submit([Job([1], 5)])
+            waiting = asyncio.create_task(stream.take())
+            await pulses(2, waiting.done)
+            with pytest.raises(EngineDead, match="started again"):
+                await waiting
+            messages: list[object] = []
+            while not any(isinstance(message, Abort) for message in messages):
+                payload = router.recv_multipart()[1]
+                messages.append(
+                    msgspec.msgpack.decode(payload, type=Submit | Abort | Finish | Beat)
+                )
+            await collect_nothing(client)
+    finally:
+        context.destroy(linger=0)
+
+
+async def collect_nothing(client: EngineClient) -> None:
+    """A stream opened after the restart is not touched by it."""
+    async with client.submit([Job([1], 5)]) as stream:
+        await asyncio.sleep(0.1)
+        stream.nudge()
+        assert await stream.take() == []
+
+
+async def test_idle_costs_no_turns(folder: Path) -> None:
+    engine = ScriptedEngine()
+    with Running(folder, engine):
+        async with connected(folder) as client:
+            await collect(client.submit([Job([1], 3)]))
+            before = engine.steps
+            await asyncio.sleep(0.3)
+            assert engine.steps == before
+    assert engine.closed
+
+
+async def test_stop_wakes_an_idle_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "IDLE_POLL_MS", 600_000)
+    with Running(folder, ScriptedEngine()):
+        await asyncio.sleep(0.2)

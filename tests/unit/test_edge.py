@@ -1,0 +1,106 @@
+"""The HTTP app without an engine: what it answers while loading, and when its own code breaks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.api.app import create_app
+from headrace.api.exchange import Exchanges
+from headrace.api.service import Service
+from headrace.config import Settings
+from headrace.engine.client import EngineClient
+from headrace.observe.metrics import ApiMetrics, BatchedHistogram, expose
+from headrace.sources.card import read_card
+from headrace.sources.files import ModelFiles
+from headrace.text.tokenizer import load_tokenizer
+
+FILES = ModelFiles("fake", "fake", Path())
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def service() -> Service:
+    metrics = ApiMetrics("fake", CollectorRegistry())
+    client = EngineClient(Path())
+    return Service(Settings(), "fake", read_card(FILES), load_tokenizer(FILES), client, metrics)
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+async def test_while_loading(http: httpx.AsyncClient) -> None:
+    health, ready = await http.get("/health"), await http.get("/ready")
+    assert (health.status_code, health.json()["status"]) == (200, "loading")
+    assert (ready.status_code, ready.json()["status"]) == (503, "loading")
+    refused = await http.post("/v1/chat/completions", json=BODY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+    wrong = await http.post("/v1/chat/completions", json={**BODY, "n": 0})
+    assert wrong.status_code == 400, "a wrong request is wrong at any time"
+    assert (await http.post("/tokenize", json={"prompt": "ab"})).json()["count"] == 2
+
+
+async def test_our_own_faults_say_nothing_of_the_inside(
+    service: Service, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def broken(model: str | None) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(service, "check_model", broken)
+    answer = await http.post("/v1/chat/completions", json=BODY)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    assert "secret detail" in caplog.text
+    assert answer.headers["x-request-id"]
+
+
+async def test_the_log_has_no_prompt_text(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG"):
+        await http.post("/v1/completions", json={"prompt": "my secret", "stop": [""]})
+        await http.post("/v1/completions", content=b'{"prompt": "my secret"')
+        await http.get("/v1/models/my%20secret")
+    assert "POST /v1/completions 400" in caplog.text
+    assert "secret" not in "".join(r.message for r in caplog.records if "headrace" in r.name)
+
+
+async def test_draining_refuses(service: Service, http: httpx.AsyncClient) -> None:
+    service.draining = True
+    answer = await http.post("/v1/chat/completions", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert answer.headers["retry-after"] == "1"
+    assert (await http.get("/ready")).json()["status"] == "draining"
+
+
+def test_a_batched_histogram_counts_like_a_plain_one() -> None:
+    registry = CollectorRegistry()
+    bounds = (0.1, 0.5, 1.0)
+    plain = Histogram("plain", "x", ["m"], registry=registry, buckets=bounds).labels("a")
+    batched = BatchedHistogram("batched", "x", ["m"], registry=registry, buckets=bounds).labels("a")
+    for value in (0.0, 0.1, 0.11, 0.5, 0.7, 1.0, 7.0):
+        plain.observe(value)
+        batched.note(value)
+    batched.flush()
+    batched.flush()
+    found: dict[str, dict[tuple[str, str], float]] = {"plain": {}, "batched": {}}
+    for family in text_string_to_metric_families(expose(registry).decode()):
+        for sample in family.samples:
+            kind, _, series = sample.name.partition("_")
+            if series != "created":
+                found[kind][series, sample.labels.get("le", "")] = sample.value
+    assert found["plain"] == found["batched"]
+    assert len(found["plain"]) == 6

@@ -1,0 +1,214 @@
+"""What a body may hold: types, ranges, harmless, unsupported and unknown fields."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.api.body import decode
+from headrace.api.schemas import MAX_N, NOT_YET, Chat, Completion, parse
+from headrace.errors import InvalidRequest
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> tuple[Chat, list[str]]:
+    return parse(Chat, {"messages": USER, **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", 999999),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", -1),
+        ("top_p", 1.5),
+        ("min_p", 2),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("n", 0),
+        ("n", -1),
+        ("n", MAX_N + 1),
+        ("n", 5_000_000),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", "5"),
+        ("max_tokens", 1.5),
+        ("max_completion_tokens", 0),
+        ("seed", 2**63),
+        ("seed", "7"),
+        ("stop", [""]),
+        ("stop", ""),
+        ("stop", ["a"] * 17),
+        ("stop", [1]),
+        ("stop_token_ids", ["a"]),
+        ("stream", "yes"),
+        ("ignore_eos", 1),
+        ("cache_salt", ""),
+        ("cache_salt", 5),
+        ("priority", "high"),
+        ("messages", []),
+        ("messages", None),
+        ("messages", "hi"),
+        ("messages", [{"content": "no role"}]),
+        ("messages", [{"role": "user", "content": 5}]),
+        ("chat_template_kwargs", []),
+        ("model", 5),
+        ("stream_options", {"include_usage": "yes"}),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**{field: value})
+    assert (caught.value.param or "").split("[")[0].split(".")[0] == field
+    assert caught.value.message
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize("field", sorted(NOT_YET))
+def test_fields_that_cannot_be_honoured_are_refused_unless_they_ask_for_nothing(field: str) -> None:
+    for harmless in NOT_YET[field]:
+        assert chat(**{field: harmless})[1] == []
+    with pytest.raises(InvalidRequest, match="not supported yet") as caught:
+        chat(**{field: {"some": "thing"}})
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", 0),  # completions: the log-probability of each token
+        ("logprobs", True),
+        ("top_logprobs", 10**9),
+        ("prompt_logprobs", -1),
+        ("logit_bias", {"191222": -100}),
+        ("frequency_penalty", 0.5),
+        ("tool_choice", "required"),
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("best_of", 2),
+        ("best_of", 5_000_000),
+    ],
+)
+def test_unsupported_values(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**{field: value})
+    assert caught.value.param == field
+
+
+def test_harmless_fields_of_the_reference_never_matter() -> None:
+    _, unknown = chat(
+        user="u",
+        metadata={"a": "b"},
+        service_tier="auto",
+        store=False,
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        frequency_penalty=0.0,
+        presence_penalty=0,
+        logprobs=False,
+        n=1,
+        best_of=1,
+        stop=None,
+        seed=None,
+        logit_bias={},
+        temperature=None,
+    )
+    assert unknown == []
+
+
+def test_unknown_fields_are_accepted_and_named() -> None:
+    _, unknown = chat(banana=1, bootstrap_host="10.0.0.1", stream=True, stream_options={"sauce": 1})
+    assert unknown == ["banana", "bootstrap_host", "stream_options.sauce"]
+
+
+def test_token_limits() -> None:
+    assert chat()[0].limit_tokens is None
+    assert chat(max_tokens=5)[0].limit_tokens == 5
+    assert chat(max_completion_tokens=6)[0].limit_tokens == 6
+    assert chat(max_tokens=7, max_completion_tokens=7)[0].limit_tokens == 7
+    with pytest.raises(InvalidRequest, match="disagree"):
+        _ = chat(max_tokens=5, max_completion_tokens=6)[0].limit_tokens
+
+
+def test_edges_that_are_legal() -> None:
+    request, _ = chat(
+        temperature=0, top_p=0, top_k=9_999_999, min_p=1, seed=-(2**63), stop="five", n=MAX_N
+    )
+    assert (request.top_p, request.stop) == (0, "five")
+    assert chat(top_k=-1)[0].top_k == -1
+    assert chat(temperature=1e-30)[0].temperature == 1e-30
+
+
+def test_stream_options_need_a_stream() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(stream_options={"include_usage": True})
+    assert caught.value.param == "stream_options"
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="prompt is required") as caught:
+        parse(Completion, {"model": "x"})
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'"text"',
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\xff"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+)
+def test_what_is_not_a_json_object(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(raw)
+    assert caught.value.message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+FIELDS = sorted({*Chat.__struct_fields__, *NOT_YET, "prompt", "banana"})
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), st.booleans())
+def test_any_json_is_taken_or_refused_with_a_message(body: dict[str, Any], fill: bool) -> None:
+    body = decode(json.dumps(body).encode())
+    if fill:
+        body = {"messages": USER, "prompt": "p", **body}
+    for kind in (Chat, Completion):
+        outcome = attempt(kind, body)
+        assert outcome, "a refusal without a message"
+        if isinstance(outcome, list):
+            assert set(outcome) <= {"banana", "prompt", "messages", "echo"} | {
+                name for name in outcome if name.startswith("stream_options.")
+            } | set(FIELDS), "only fields that were sent can be unknown"
+
+
+def attempt(kind: type[Chat] | type[Completion], body: dict[str, Any]) -> list[str] | str:
+    """The unknown fields (at least a mark), or the message of the refusal."""
+    try:
+        return [*parse(kind, body)[1], "banana"]
+    except InvalidRequest as error:
+        return error.message

@@ -1,0 +1,223 @@
+"""Configs in both formats; what is not supported is refused by name (bugs B099, B100)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ModelError
+from headrace.models import registry
+from headrace.models.spec import Rope, from_gguf, from_hf, read_spec
+from headrace.sources.files import ModelFiles
+from headrace.sources.gguf import Header, TensorInfo
+
+HF: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.context_length": 8192,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 10000.0,
+    "llama.rope.dimension_count": 16,
+}
+
+
+def header(changes: dict[str, Any] | None = None, *, extra: tuple[str, ...] = ()) -> Header:
+    metadata = {k: v for k, v in (GGUF | (changes or {})).items() if v is not None}
+    tensors = {
+        "token_embd.weight": TensorInfo("token_embd.weight", (48, 64), 0, 0),
+        **{name: TensorInfo(name, (8,), 0, 0) for name in extra},
+    }
+    return Header(3, metadata, tensors)
+
+
+def test_a_llama_config() -> None:
+    spec = from_hf(HF | {"rope_scaling": LLAMA3})
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (32, 32, 8, 128)
+    assert spec.rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert spec.dtype == "bfloat16"
+    assert not spec.tied
+    assert not spec.qkv_bias
+    assert from_hf({k: v for k, v in HF.items() if k != "num_key_value_heads"}).kv_heads == 32
+
+
+def test_both_spellings_of_rope() -> None:
+    new = from_hf(HF | {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}})
+    assert new == from_hf(HF | {"rope_scaling": LLAMA3})
+    old = {"type": "linear", "factor": 4.0}
+    assert from_hf(HF | {"rope_scaling": old}).rope == Rope(500000.0, "linear", 4.0)
+    assert from_hf(HF | {"rope_scaling": {"rope_type": "default"}}).rope == Rope(500000.0)
+
+
+def test_qwen2_has_biases_and_a_window_that_is_off() -> None:
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+    }
+    spec = from_hf(HF | qwen)
+    assert spec.qkv_bias
+    assert spec.tied
+    with pytest.raises(ModelError, match="sliding_window = 32768"):
+        from_hf(HF | qwen | {"use_sliding_window": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_local_experts": 8}, "experts"),
+        ({"layer_types": ["linear_attention"]}, "linear_attention"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*known: .*LlamaForCausalLM"),
+        ({"architectures": []}, r"\(none\)"),
+        ({"hidden_size": None}, "hidden_size = None"),
+        ({"hidden_size": "big"}, "hidden_size = 'big'"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers = 1.5"),
+        ({"num_key_value_heads": 5}, "32 heads do not divide into 5"),
+        ({"head_dim": 63}, "head_dim = 63"),
+    ],
+)
+def test_what_is_refused_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        from_hf(HF | changes)
+
+
+def test_mistral_without_a_window() -> None:
+    mistral = HF | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    assert from_hf(mistral).layers == 32
+    assert from_hf(mistral | {"sliding_window": 131072}).layers == 32, "it hides nothing"
+
+
+def test_ids_are_what_the_tokenizer_knows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    files = ModelFiles("m", "hf", tmp_path)
+    assert read_spec(files).vocab_size == 128256
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    spec = read_spec(files)
+    assert (spec.vocab_size, spec.vocab_rows) == (10, 128256)
+    tokenizer = {"model": {"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert read_spec(files).vocab_size == 3
+
+
+@pytest.mark.parametrize("text", ["{", "[]", None])
+def test_a_broken_config(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_spec(ModelFiles("m", "hf", tmp_path))
+
+
+def test_the_fake_model_has_no_spec() -> None:
+    with pytest.raises(ModelError, match="'fake' has no weights"):
+        read_spec(ModelFiles("fake", "fake", Path()))
+
+
+# ---------------------------------------------------------------- GGUF
+
+
+def test_a_gguf_header() -> None:
+    spec = from_gguf(header())
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab_rows) == (4, 2, 16, 48)
+    assert spec.tied
+    assert not from_gguf(header(extra=("output.weight",))).tied
+
+
+def test_gguf_rope() -> None:
+    """bugs B099: the extra frequency tensor, and linear scaling with and without a factor."""
+    assert from_gguf(header()).rope == Rope()
+    assert from_gguf(header(extra=("rope_freqs.weight",))).rope == Rope(kind="factors")
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    assert from_gguf(header(linear)).rope == Rope(10000.0, "linear", 4.0)
+    assert from_gguf(header({"llama.rope.scaling.type": "linear"})).rope == Rope()
+    off = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
+    assert from_gguf(header(off)).rope == Rope()
+    assert from_gguf(header({"llama.rope.scale_linear": 2.0})).rope == Rope(10000.0, "linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
+        ({"llama.attention.sliding_window": 4096}, "sliding_window = 4096"),
+        ({"llama.expert_count": 8}, "experts"),
+        ({"llama.rope.dimension_count": 8}, "a part of the head"),
+        ({"llama.attention.value_length": 8}, "values shorter"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv for each layer"),
+        ({"llama.attention.head_count": [4, 4]}, "head_count for each layer"),
+        ({"llama.block_count": None}, "llama.block_count = None"),
+        ({"general.architecture": "gemma3"}, "gemma3.*known: .*qwen2"),
+    ],
+)
+def test_what_gguf_features_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        from_gguf(header(changes))
+
+
+def test_frequencies_and_linear_scaling_exclude_each_other() -> None:
+    both = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight together"):
+        from_gguf(header(both, extra=("rope_freqs.weight",)))
+
+
+def test_padding_of_a_gguf_vocabulary_is_no_id() -> None:
+    words = {"tokenizer.ggml.tokens": ["x"] * 48}
+    assert from_gguf(header(words)).vocab_size == 48
+    kinds = {"tokenizer.ggml.token_type": [1, 5] + [1] * 40 + [5] * 6}
+    assert from_gguf(header(words | kinds)).vocab_size == 42
+    assert from_gguf(header()).vocab_size == 48
+
+
+# ---------------------------------------------------------------- registry
+
+
+def test_an_architecture_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    registry.register("NewForCausalLM", registry.Family("headrace.models.qwen2", qkv_bias=True))
+    assert from_hf(HF | {"architectures": ["NewForCausalLM"]}).qkv_bias
+    assert registry.module_of("NewForCausalLM").__name__ == "headrace.models.qwen2"  # type: ignore[attr-defined]
+
+
+def test_reading_a_spec_imports_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, headrace.models.spec; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

