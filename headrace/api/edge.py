@@ -85,7 +85,7 @@ class Edge:
         status = exchange.error.status if exchange.error else exchange.status or 500
         self._metrics.count_request(path, status)
         access.log(
-            logging.DEBUG if path in QUIET_PATHS and status < 500 else logging.INFO,
+            logging.DEBUG if path in QUIET_PATHS else logging.INFO,
             "%s %s %d %.1f ms id=%s%s",
             scope["method"],
             path,
