@@ -23,7 +23,7 @@ from headrace.observe.metrics import ApiMetrics
 access = logging.getLogger("headrace.access")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes carry no key
-QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds: logged when they fail
+QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds: logged at debug level
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
