@@ -1,8 +1,8 @@
 """What every runner must do: `engine.protocol`, as functions of a `make_runner`.
 
-`Steps` builds plans by hand, so that a runner is tested without a scheduler. Greedy tokens of one
+`Steps` builds plans by hand: a runner is tested without a scheduler. Greedy tokens of one
 prompt, computed whole and alone, are the yardstick; chunks, neighbours, block placement, copies and
-forks must not change them. To run the suite on another runner, add it to `RUNNERS` in
+forks must not change them. To run the suite on another runner, add it to `runners` in
 `test_runner_contract.py`.
 """
 

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from headrace.backends.fake import FakeRunner
+from headrace.config import Settings
 from headrace.engine.protocol import Runner
+from headrace.runner.build import load_runner
+from headrace.sources.files import ModelFiles
 from tests.backend.runner_contract import (
     BLOCK_SIZE,
     BLOCKS,
@@ -16,16 +19,35 @@ from tests.backend.runner_contract import (
     ROWS,
     MakeRunner,
 )
+from tests.golden.reference import tiny_model
 
 
-def make_fake() -> Runner:
-    return FakeRunner(BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN, verify=True)
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeRunner]:
+    folder = tmp_path_factory.mktemp("contract")
+    tiny_model("llama-gqa", folder)
+    settings = Settings(
+        dtype="float32",
+        kv_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=ROWS,
+        max_model_len=MAX_MODEL_LEN,
+        threads=1,
+    )
+
+    def make_fake() -> Runner:
+        return FakeRunner(BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN, verify=True)
+
+    def make_cpu() -> Runner:
+        files = ModelFiles("contract", "hf", folder)
+        return load_runner(settings, files, lambda phase, seconds: None)[0]
+
+    return {"fake": make_fake, "cpu": make_cpu}
 
 
-RUNNERS: dict[str, MakeRunner] = {"fake": make_fake}
-
-
-@pytest.mark.parametrize("name", RUNNERS)
+@pytest.mark.parametrize("name", ["fake", "cpu"])
 @pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
-def test_contract(clause: Callable[[MakeRunner], None], name: str) -> None:
-    clause(RUNNERS[name])
+def test_contract(
+    clause: Callable[[MakeRunner], None], name: str, runners: dict[str, MakeRunner]
+) -> None:
+    clause(runners[name])
