@@ -11,11 +11,16 @@ from headrace.api.errors import ClientGone
 from headrace.errors import InvalidRequest, TooLarge, WrongMediaType
 
 
-async def read_body(request: Request, limit_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body. Raises WrongMediaType, TooLarge or InvalidRequest."""
+async def read_body(request: Request, limit_bytes: int) -> tuple[dict[str, Any], int]:
+    """The JSON object in the body, and the body's bytes: a bound of all work that it can ask for.
+
+    Raises WrongMediaType, TooLarge or InvalidRequest.
+    """
     media = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise WrongMediaType(f"send application/json, not {media!r}")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise WrongMediaType("send the body without a content-encoding")
     too_large = TooLarge(f"the body is over the limit of {limit_bytes} bytes")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit_bytes:
@@ -28,7 +33,7 @@ async def read_body(request: Request, limit_bytes: int) -> dict[str, Any]:
                 raise too_large
     except ClientDisconnect:
         raise ClientGone("the client left while it sent the body") from None
-    return decode(bytes(body))
+    return decode(bytes(body)), len(body)
 
 
 def decode(body: bytes) -> dict[str, Any]:

@@ -56,9 +56,10 @@ def whole_choice(choice: Choice, text: str) -> dict[str, Any]:
 async def chat_completions(request: Request) -> ASGIApp:
     """Render, run, answer. Raises the errors of body, schemas, admission and prepare."""
     service = service_of(request)
-    body, unknown = parse(Chat, await read_body(request, service.settings.max_body_bytes))
+    raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
+    body, unknown = parse(Chat, raw)
     info = admit(service, body)
-    prepared = await prepare_chat(service, body, info)
+    prepared = await prepare_chat(service, body, info, size_bytes)
     return await respond(
         request,
         service,

@@ -44,9 +44,10 @@ def whole_choice(choice: Choice, text: str) -> dict[str, Any]:
 async def completions(request: Request) -> ASGIApp:
     """Tokenise, run, answer. Raises the errors of body, schemas, admission and prepare."""
     service = service_of(request)
-    body, unknown = parse(Completion, await read_body(request, service.settings.max_body_bytes))
+    raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
+    body, unknown = parse(Completion, raw)
     info = admit(service, body)
-    prepared = await prepare_completion(service, body, info)
+    prepared = await prepare_completion(service, body, info, size_bytes)
     return await respond(
         request,
         service,

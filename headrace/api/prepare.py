@@ -26,7 +26,7 @@ from headrace.errors import InvalidRequest
 from headrace.messages import EngineInfo, Sampling
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
-INLINE_CHARS = 2048  # longer texts are tokenised in a thread
+INLINE_BYTES = 2048  # longer bodies are rendered and tokenised in a thread
 ROLES = ("system", "developer", "user", "assistant", "tool")
 T = TypeVar("T")
 
@@ -47,34 +47,41 @@ class Prepared(msgspec.Struct, frozen=True):
         return sum(len(job.prompt) for job in self.jobs)
 
 
-async def prepare_chat(service: Service, request: Chat, info: EngineInfo) -> Prepared:
+async def prepare_chat(
+    service: Service, request: Chat, info: EngineInfo, body_bytes: int
+) -> Prepared:
     """One prompt from the chat template. Raises InvalidRequest, ContextTooLong."""
     limit = request.limit_tokens
-    messages = normalise(request.messages)
     ids = await _timed(
-        service, _chars(request.messages), lambda: chat_ids(service, request, messages)
+        service, body_bytes, lambda: chat_ids(service, request, normalise(request.messages))
     )
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
     return _prepared(service, request, info, [ids], limit, "messages", [])
 
 
-async def prepare_completion(service: Service, request: Completion, info: EngineInfo) -> Prepared:
+async def prepare_completion(
+    service: Service, request: Completion, info: EngineInfo, body_bytes: int
+) -> Prepared:
     """One to MAX_PROMPTS prompts of text or ids. Raises InvalidRequest, ContextTooLong."""
-    prompts = split_prompt(request.prompt, info.vocab_size)
-    if len(prompts) * (request.n or 1) > MAX_CHOICES:
-        raise InvalidRequest(f"prompts times n is over {MAX_CHOICES}", param="prompt")
     add_special = request.add_special_tokens is not False
+    n = request.n or 1
     tokenizer = service.tokenizer
+    most = info.max_num_seqs // n + service.settings.max_queue  # more can never be taken at once
 
-    def encode() -> list[list[int]]:
-        return [
+    def encode() -> tuple[list[str | list[int]], list[list[int]]]:
+        prompts = split_prompt(request.prompt, info.vocab_size)
+        if len(prompts) * n > MAX_CHOICES or len(prompts) > most:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n = {n} are over {min(MAX_CHOICES // n, most)}",
+                param="prompt",
+            )
+        return prompts, [
             tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
 
-    chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    ids = await _timed(service, chars, encode)
+    prompts, ids = await _timed(service, body_bytes, encode)
     for position, prompt in enumerate(ids):
         if not prompt:
             if tokenizer.bos_id is None:
@@ -275,28 +282,19 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments else {}
+            value = json.loads(arguments) if arguments else {}
         except ValueError:
-            pass  # shown as the text that it is
+            value = None  # shown as the text that it is
         except RecursionError:
             raise InvalidRequest(f"{where}.tool_calls nests too deeply", param="messages") from None
+        if isinstance(value, dict | list):  # not a string, which the template would read again
+            arguments = value
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _chars(messages: list[Message]) -> int:
-    total = 0
-    for message in messages:
-        if isinstance(message.content, str):
-            total += len(message.content)
-        else:
-            total += sum(len(str(part.get("text"))) for part in message.content or ())
-        total += INLINE_CHARS if message.tool_calls else 0  # arguments can be of any size
-    return total
-
-
-async def _timed(service: Service, chars: int, work: Callable[[], T]) -> T:
-    """Short texts here, long ones in a thread: nobody else's stream waits for a tokeniser."""
+async def _timed(service: Service, body_bytes: int, work: Callable[[], T]) -> T:
+    """Short bodies here, long ones in a thread: nobody else's stream waits for a tokeniser."""
     start_s = time.monotonic()
-    result = work() if chars <= INLINE_CHARS else await asyncio.to_thread(work)
+    result = work() if body_bytes <= INLINE_BYTES else await asyncio.to_thread(work)
     service.metrics.tokenize_s.observe(time.monotonic() - start_s)
     return result

@@ -19,6 +19,7 @@ MAX_N = 128  # choices a prompt
 MAX_PROMPTS = 1024  # prompts in one completions request
 MAX_CHOICES = 2048  # prompts * n
 MAX_STOPS = 16  # OpenAI allows 4
+MAX_STOP_CHARS = 1000  # of each; the time to prepare one grows with it
 MAX_STOP_IDS = 128
 MAX_SALT = 256  # characters
 
@@ -203,6 +204,8 @@ def _check(request: Generation, body: Mapping[str, Any]) -> list[str]:
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if "" in stops:
         raise InvalidRequest("stop holds an empty string", param="stop")
+    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise InvalidRequest(f"a stop string is over {MAX_STOP_CHARS} characters", param="stop")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream = true", param="stream_options")
     options = body.get("stream_options") or {}

@@ -8,6 +8,7 @@ wait for text that need not have been generated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
@@ -70,7 +71,8 @@ class StopStrings:
         return None
 
 
-def _failures(stop: str) -> list[int]:
+@lru_cache(maxsize=256)  # the choices of one request share their stops
+def _failures(stop: str) -> tuple[int, ...]:
     """[i] -> length of the longest proper prefix of stop that ends stop[: i + 1]."""
     fails = [0] * len(stop)
     state = 0
@@ -80,4 +82,4 @@ def _failures(stop: str) -> list[int]:
         if stop[state] == stop[at]:
             state += 1
         fails[at] = state
-    return fails
+    return tuple(fails)

@@ -165,6 +165,8 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = json.loads(function["arguments"])
     except ValueError:
         return dict(call)  # shown as the text that it is
+    except RecursionError:
+        raise InvalidRequest("tool_calls nest too deeply", param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
