@@ -80,9 +80,11 @@ class Registry:
                 f"n = {submit.n} is over {rows}, the sequences that can run at once", param="n"
             )
         self._refuse_length(prompt, most)
-        limit, waiting = self._settings.max_queue, len(self._scheduler.queue)
-        starts_now = self._scheduler.queue.rows + submit.n <= self._scheduler.free_rows
-        if waiting >= limit and not starts_now:
+        queue, free = self._scheduler.queue, self._scheduler.free_rows
+        limit = self._settings.max_queue
+        # Those for whom rows are free are on their way, though no step has taken them in yet.
+        waiting = min(len(queue), max(0, queue.rows - free))
+        if waiting >= limit and queue.rows + submit.n > free:
             raise QueueFull(f"{waiting} requests wait; max_queue is {limit}")
 
     def _refuse_length(self, prompt: int, most: int) -> None:

@@ -134,6 +134,7 @@ def test_b090_more_prompts_than_can_ever_be_taken_is_a_400(server: Server) -> No
     """A 503 would say: try again."""
     status, answer = server.post(TEXT, {"prompt": ["x"] * 19, "max_tokens": 1})
     assert (status, answer["error"]["param"]) == (400, "prompt")
-    status, answer = server.post(TEXT, {"prompt": ["x"] * 10, "max_tokens": 1})
-    assert status == 200
-    assert len(answer["choices"]) == 10
+    for _ in range(3):  # an idle server takes what its rows and its queue can hold
+        status, answer = server.post(TEXT, {"prompt": ["x"] * 18, "max_tokens": 1})
+        assert status == 200, answer
+        assert len(answer["choices"]) == 18
