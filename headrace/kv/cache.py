@@ -80,9 +80,9 @@ class KVCache:
         return self._limbo_blocks
 
     @property
-    def indexed_blocks(self) -> int:
-        """Blocks that a prefix can hit."""
-        return len(self._index)
+    def finished_step(self) -> int:
+        """The newest step that has finished."""
+        return self._finished
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
