@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
-from headrace.config import Resolved, Settings
+from headrace.config import Resolved, Settings, refuse
 from headrace.errors import ConfigError
 from headrace.messages import EngineInfo
 from headrace.observe.logs import configure_logging
@@ -68,6 +68,7 @@ def build_engine(
 def _fake_runner(settings: Settings) -> Any:
     from headrace.backends.fake import FakeRunner
 
+    refuse(settings, "backend = fake", ("dtype", "load_format", "kv_memory", "threads"))
     blocks = settings.kv_blocks or FAKE_KV_BLOCKS
     most = blocks * settings.block_size
     return FakeRunner(
