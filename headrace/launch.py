@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,9 +29,10 @@ FAKE_MODEL_LEN, FAKE_KV_BLOCKS = 8192, 4096
 
 
 def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
-    """Resolve (and, where needed, download) the model that `settings` name."""
+    """Resolve (and, where needed, download) the model that `settings` name. Raises SetupError."""
     from headrace.sources.resolve import FAKE, resolve
 
+    resolve_backend(settings)  # refuse what cannot run before anything is downloaded
     fake = settings.backend == "fake" and not settings.model
     files = FAKE if fake else resolve(settings.model, say=say)
     if not settings.served_model_name:
@@ -116,7 +116,6 @@ def run_server(settings: Settings) -> int:
         print(text, file=sys.stderr, flush=True)
 
     begun = time.perf_counter()
-    resolve_backend(settings)  # refuse what cannot run before anything is downloaded
     files = find_model(settings, say)
     settings = msgspec.structs.replace(settings, served_model_name=files.name)
     return Supervisor(settings, files, say, begun).run()
@@ -153,6 +152,3 @@ def api_process(
     from headrace.api.server import serve
 
     serve(folder, settings, files, worker, sock)
-
-
-assert os.name == "posix", "headrace runs on Linux and macOS"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from headrace.children import die_with_parent
 from headrace.errors import DownloadError, ModelError
 from headrace.sources.cache import (
     cache_home,
@@ -120,7 +123,12 @@ def _download(wheels: Path, requirement: str) -> Path:
     ]
     output = None if sys.stdout.isatty() else subprocess.PIPE
     done = subprocess.run(
-        command, stdout=output, stderr=subprocess.STDOUT if output else None, text=True, check=False
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+        text=True,
+        check=False,
+        preexec_fn=partial(die_with_parent, signal.SIGTERM),
     )
     found = sorted(wheels.glob("*.whl"))
     if done.returncode == 0 and len(found) == 1:
