@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
 from headrace.config import Resolved, Settings, refuse
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, SetupError
 from headrace.messages import EngineInfo
 from headrace.observe.logs import configure_logging
 from headrace.sources.files import ModelFiles
@@ -125,7 +125,6 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
     """Entry point of the engine process. `tell` is a pipe to the supervisor."""
     configure_logging(settings.log_level)
     from headrace.engine.server import serve
-    from headrace.errors import SetupError
 
     def build(phase: Callable[[str], None]) -> tuple[ServingEngine, EngineInfo]:
         def report(name: str, seconds: float) -> None:
@@ -151,4 +150,8 @@ def api_process(
     configure_logging(settings.log_level)
     from headrace.api.server import serve
 
-    serve(folder, settings, files, worker, sock)
+    try:
+        serve(folder, settings, files, worker, sock)
+    except SetupError as error:  # a tokenizer or template that cannot be read
+        print(f"headrace: {error.message}", file=sys.stderr)
+        raise SystemExit(2) from None
