@@ -23,7 +23,7 @@ from headrace.observe.metrics import ApiMetrics
 access = logging.getLogger("headrace.access")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes carry no key
-QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds: logged when they fail
+QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds: logged at debug level
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -85,7 +85,7 @@ class Edge:
         status = exchange.error.status if exchange.error else exchange.status or 500
         self._metrics.count_request(path, status)
         access.log(
-            logging.DEBUG if path in QUIET_PATHS and status < 500 else logging.INFO,
+            logging.DEBUG if path in QUIET_PATHS else logging.INFO,
             "%s %s %d %.1f ms id=%s%s",
             scope["method"],
             path,

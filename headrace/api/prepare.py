@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -129,7 +128,7 @@ def chat_ids(
 
 
 def normalise(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them: text content, tool arguments as objects.
+    """Messages as `ChatTemplate` takes them: text content.
 
     "developer" becomes "system". Raises InvalidRequest for unknown roles, content that is not
     text, and a tool result that answers no call.
@@ -268,19 +267,11 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str | None:
 
 
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object: templates write them out with tojson."""
+    """A tool call; `ChatTemplate` makes an object of its arguments."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where}.tool_calls: function.name is missing", param="messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except ValueError:
-            pass  # shown as the text that it is
-        except RecursionError:
-            raise InvalidRequest(f"{where}.tool_calls nests too deeply", param="messages") from None
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    return {**call, "type": "function"}
 
 
 def _chars(messages: list[Message]) -> int:

@@ -80,6 +80,11 @@ class KVCache:
         return self._limbo_blocks
 
     @property
+    def indexed_blocks(self) -> int:
+        """Blocks that a prefix can hit."""
+        return len(self._index)
+
+    @property
     def finished_step(self) -> int:
         """The newest step that has finished."""
         return self._finished

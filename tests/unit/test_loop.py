@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from headrace.messages import Sampling
-from tests.unit.engine_rig import Rig
+from headrace.backends.fake import FakeRunner, reference
+from headrace.backends.fake.runner import FakeTicket
+from headrace.config import Settings
+from headrace.engine.loop import Engine
+from headrace.kv.cache import KVCache, Table
+from headrace.messages import Done, Sampling, StepPlan, StepResult, Submit
+from tests.unit.engine_rig import GREEDY, Rig
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
@@ -37,6 +45,381 @@ def test_choices_share_the_prompt_and_part_ways(overlap: bool) -> None:
     assert rig.dones[0, 1].output_tokens == 36
     assert len({tuple(rig.tokens[0, 1, choice]) for choice in range(3)}) == 3
     assert any(plan.copies[0] for plan in rig.plans)
+
+
+@LOOPS
+def test_both_loops_agree_with_tiny_memory_and_every_kind_of_request(overlap: bool) -> None:
+    rig = Rig(blocks=30, block_size=4, rows=6, overlap=overlap, eos=(258,), max_queue=999)
+    for i in range(40):
+        rig.submit(1 + i * 5 % 30, 30, n=1 + i % 3, sampling=Sampling(seed=i), stop_ids=[258])
+    rig.run()
+    rig.check_tokens()
+    rig.check_idle()
+    assert rig.engine.stats().preemptions > 0
+    assert {end.reason for end in rig.ends.values()} == {"stop", "length"}
+
+
+# ---------------------------------------------------------------- ends
+
+
+@LOOPS
+def test_a_stop_id_ends_the_choice_and_is_sent(overlap: bool) -> None:
+    rig = Rig(overlap=overlap)
+    prompt = [1, 2, 3]
+    want = reference(prompt, GREEDY, 0, 30, eos=None)
+    stop = want[8]
+    length = want.index(stop) + 1
+    rig.submit(prompt, 30, stop_ids=[stop])
+    rig.submit(prompt, length, stop_ids=[stop])  # stop and length at once: it stopped
+    rig.run()
+    for handle in (1, 2):
+        end = rig.ends[0, handle, 0]
+        assert (end.reason, end.stop_id) == ("stop", stop)
+        assert rig.tokens[0, handle, 0] == want[:length]
+        assert rig.dones[0, handle].output_tokens == length
+    rig.check_idle()
+
+
+@LOOPS
+def test_the_token_past_a_stop_never_enters_the_prefix_index(overlap: bool) -> None:
+    rig = Rig(overlap=overlap, block_size=1)
+    prompt = [1, 2, 3]
+    want = reference(prompt, GREEDY, 0, 3, eos=None)
+    rig.submit(prompt, 30, stop_ids=[want[2]])
+    rig.run()
+    rig.check_idle()
+    end = want.index(want[2])
+    assert rig.kv.indexed_blocks == len(prompt) + end  # the stop token itself was drawn only
+
+
+@LOOPS
+def test_finish_counts_to_the_match_and_overruns_at_most_two_steps(overlap: bool) -> None:
+    rig = Rig(overlap=overlap)
+    rig.submit(4, 50, n=2)
+    while len(rig.tokens.get((0, 1, 0), [])) < 6:
+        rig.turn()
+    rig.finish(1, 0, 5)
+    sent = len(rig.tokens[0, 1, 0])
+    rig.turn()
+    assert (rig.ends[0, 1, 0].reason, rig.ends[0, 1, 0].stop_id) == ("stop", -1)
+    assert len(rig.tokens[0, 1, 0]) <= sent + 2
+    rig.finish(1, 0, 3)  # again, and of a choice that ended: counts, ends nothing twice
+    rig.finish(1, 7, 1)
+    rig.finish(99, 0, 1)
+    rig.run()
+    assert rig.dones[0, 1].output_tokens == 3 + 50
+    rig.check_tokens()
+    rig.check_idle()
+
+
+STAGES_OF_LIFE: dict[str, Callable[[Rig], bool]] = {
+    "queued": lambda rig: True,
+    "mid-prefill": lambda rig: any(0 < s.planned < s.base for s in rig.engine.scheduler.running),
+    "decoding": lambda rig: len(rig.tokens.get((0, 2, 0), [])) > 3,
+    "preempted": lambda rig: rig.engine.stats().preemptions > 0,
+}
+
+
+@LOOPS
+@pytest.mark.parametrize("stage", STAGES_OF_LIFE)
+def test_an_abort_takes_effect_within_one_step(stage: str, overlap: bool) -> None:  # B076, B077
+    rig = Rig(blocks=14, rows=3, overlap=overlap, max_num_batched_tokens=8, prefix_caching=False)
+    for _ in range(3):
+        rig.submit(15, 25, n=1)
+    while not STAGES_OF_LIFE[stage](rig):
+        rig.turn()
+    for handle in (1, 2, 3):
+        rig.abort(handle)
+    rig.turn()
+    stats = rig.engine.stats()
+    assert stats.running == stats.waiting == 0
+    assert stats.finished["abort"] == 3
+    assert {end.reason for end in rig.ends.values()} == {"abort"}
+    rig.abort(1)  # unknown now: ignored
+    rig.run(turns=2)
+    rig.check_idle()
+    assert len(rig.plans) <= stats.steps + 1
+
+
+@LOOPS
+def test_an_abort_before_the_fork_ends_every_choice(overlap: bool) -> None:
+    rig = Rig(overlap=overlap, max_num_batched_tokens=8)
+    rig.submit(30, 5, n=3)
+    rig.turn()
+    rig.abort(1)
+    rig.run()
+    assert sorted(rig.ends) == [(0, 1, 0), (0, 1, 1), (0, 1, 2)]
+    assert rig.dones[0, 1] == Done(1, prompt_tokens=30, queue_s=0.0)
+    rig.check_idle()
+
+
+@LOOPS
+def test_a_dropped_owner_hears_nothing_and_holds_nothing(overlap: bool) -> None:
+    rig = Rig(overlap=overlap, rows=2)
+    for owner in (0, 1, 0, 1):
+        rig.submit(5, 20, owner=owner)
+    for _ in range(4):
+        rig.turn()
+    rig.engine.drop_owner(1)
+    rig.engine.drop_owner(5)
+    while rig.engine.has_work:
+        assert set(rig.turn()) <= {0}
+    assert set(rig.dones) == {(0, 1), (0, 3)}
+    assert rig.engine.stats().finished == {
+        "stop": 0,
+        "length": 2,
+        "abort": 2,
+        "error": 0,
+        "refused": 0,
+    }
+    rig.check_idle()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_what_can_never_run_is_refused_at_once_with_both_numbers() -> None:
+    rig = Rig(blocks=8, block_size=4, rows=2, max_model_len=64)
+    cases: list[tuple[int, dict[str, Any], str, str]] = [
+        (60, {"max_tokens": 5}, "context_length_exceeded", "60 prompt tokens + max_tokens 5 = 65"),
+        (30, {"max_tokens": 4}, "context_length_exceeded", "= 34 exceed the KV cache of 32 tokens"),
+        (4, {"n": 3}, "invalid_request", "n = 3 is over 2"),
+        (0, {}, "invalid_request", "0 prompt tokens"),
+        (4, {"max_tokens": 0}, "invalid_request", "max_tokens 0"),
+        (4, {"n": 0}, "invalid_request", "n 0"),
+    ]
+    for prompt, fields, _, _ in cases:
+        rig.submit(prompt, **fields)
+    rig.submit([5, 259], 1)
+    rig.submit([-1], 1)
+    told = rig.turn()[0].dones
+    for done, (_, _, code, text) in zip(told, cases, strict=False):
+        assert done.error == code
+        assert text in done.message
+    assert [done.error for done in told[-2:]] == ["invalid_request"] * 2
+    assert "the vocabulary has 259" in told[-1].message
+    assert rig.engine.stats().finished["refused"] == 8
+    rig.submit(30, 3)  # 32 tokens are computed: it fits exactly
+    rig.run()
+    assert rig.dones[0, 9].error == ""
+    rig.check_idle()
+
+
+def test_a_full_queue_refuses_and_counts_only_those_that_wait() -> None:
+    rig = Rig(rows=2, max_queue=3)
+    for _ in range(5):  # two can start at once, three may wait
+        rig.submit(4, 20)
+        rig.turn()
+    refused = rig.submit(4, 6)
+    out = rig.turn()[0]
+    assert [done.handle for done in out.dones] == [refused]
+    assert out.dones[0].error == "queue_full"
+    assert "max_queue is 3" in out.dones[0].message
+    rig.abort(5)
+    accepted = rig.submit(4, 6)
+    rig.run()
+    assert rig.dones[0, accepted].error == ""
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "static"])
+def test_max_queue_zero_serves_what_can_start_now(policy: str) -> None:
+    rig = Rig(rows=2, max_queue=0, scheduling_policy=policy)
+    for _ in range(3):
+        rig.submit(4, 3)
+    rig.run()
+    assert [rig.dones[0, h].error for h in (1, 2, 3)] == ["", "", "queue_full"]
+    again = rig.submit(4, 3)
+    rig.run()
+    assert rig.dones[0, again].error == ""
+
+
+def test_a_live_handle_is_not_replaced() -> None:
+    rig = Rig()
+    rig.submit([1, 2], 3)
+    rig.engine.submit(0, Submit(1, [9], 3))
+    rig.engine.submit(1, Submit(1, [1, 2], 3, sampling=GREEDY))  # another owner's 1
+    out = rig.engine.turn()
+    assert [(d.handle, d.error) for d in out[0].dones] == [(1, "invalid_request")]
+    assert "handle 1 is already live" in out[0].dones[0].message
+    rest = [rig.engine.turn() for _ in range(3)]
+    done = [(owner, d.error) for told in rest for owner, o in told.items() for d in o.dones]
+    assert sorted(done) == [(0, ""), (1, "")]
+    assert rig.engine.stats().started == 3
+
+
+# ---------------------------------------------------------------- faults
+
+
+class Faulty:
+    """A runner that breaks where it is told."""
+
+    def __init__(self, inner: FakeRunner) -> None:
+        self.inner = inner
+        self.capacity = inner.capacity
+        self.break_launch: set[int] = set()
+        self.break_result: set[int] = set()
+        self.fail_draw: dict[int, int] = {}  # step -> draw
+
+    def launch(self, plan: StepPlan) -> FaultyTicket:
+        if plan.step in self.break_launch:
+            raise RuntimeError(f"launch of {plan.step}")
+        return FaultyTicket(self, plan, self.inner.launch(plan))
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyTicket:
+    def __init__(self, runner: Faulty, plan: StepPlan, inner: FakeTicket) -> None:
+        self.runner, self.plan, self.inner = runner, plan, inner
+
+    def finish(self, masks: None = None) -> None:
+        self.inner.finish(masks)
+
+    def result(self) -> StepResult:
+        result = self.inner.result()
+        if self.plan.step in self.runner.break_result:
+            raise RuntimeError(f"result of {self.plan.step}")
+        draw = self.runner.fail_draw.get(self.plan.step)
+        if draw is None:
+            return result
+        result.tokens[draw] = -1
+        return StepResult(result.step, result.tokens, [(draw, "logits are not finite")])
+
+
+def faulty_rig(**fields: Any) -> tuple[Rig, Faulty]:
+    """A rig and the runner in it."""
+    made: list[Faulty] = []
+
+    def wrap(inner: FakeRunner) -> Faulty:
+        made.append(Faulty(inner))
+        return made[0]
+
+    return Rig(wrap=wrap, **fields), made[0]
+
+
+@LOOPS
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_failed_draw_ends_that_request_alone(step: int, overlap: bool) -> None:
+    rig, runner = faulty_rig(overlap=overlap)
+    for _ in range(3):
+        rig.submit(4, 8, n=2, sampling=Sampling(seed=3))
+    runner.fail_draw[step] = 2  # choice 0 of the second request
+    rig.run()
+    assert [rig.dones[0, h].error for h in (1, 2, 3)] == ["", "request_failed", ""]
+    assert rig.dones[0, 2].message == "logits are not finite"
+    assert [rig.ends[0, 2, c].reason for c in (0, 1)] == ["error", "error"]
+    assert rig.dones[0, 1].output_tokens == rig.dones[0, 3].output_tokens == 16
+    rig.check_tokens()
+    rig.check_idle()
+
+
+@LOOPS
+@pytest.mark.parametrize("where", ["break_launch", "break_result"])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_broken_step_fails_who_runs_and_serves_who_waits(
+    where: str, step: int, overlap: bool
+) -> None:
+    rig, runner = faulty_rig(overlap=overlap, rows=2, blocks=32)
+    getattr(runner, where).add(step)
+    for _ in range(5):
+        rig.submit(4, 8)
+    rig.run()
+    errors = [rig.dones[0, handle].error for handle in range(1, 6)]
+    assert errors == ["request_failed", "request_failed", "", "", ""]
+    assert f"of {step}" in rig.dones[0, 1].message
+    rig.check_tokens()
+    rig.check_idle()
+    assert rig.fake.rows_held <= 2
+
+
+@LOOPS
+def test_two_broken_steps_in_a_row_end_the_engine(overlap: bool) -> None:
+    rig, runner = faulty_rig(overlap=overlap)
+    runner.break_launch.update({3, 4, 5})
+    rig.submit(4, 8)
+    rig.turn()
+    rig.turn()
+    rig.turn()  # the first broken one
+    rig.submit(4, 8)
+    with pytest.raises(RuntimeError, match="launch of 4"):
+        rig.turn()
+    rig.engine.close()
+    assert rig.fake.closed
+
+
+def test_a_broken_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake runner proves the fence: without it, overlap reuses blocks of a step in flight."""
+
+    def release(self: KVCache, table: Table, step: int) -> None:
+        assert step >= 0
+        honest(self, table, 0)
+
+    rig = Rig(blocks=8, rows=4, overlap=True, prefix_caching=False)
+    honest = KVCache.release
+    monkeypatch.setattr(KVCache, "release", release)
+    for _ in range(6):
+        rig.submit(8, 20, stop_ids=list(range(97, 123)))
+    rig.run()
+    messages = [done.message for done in rig.dones.values() if done.error == "request_failed"]
+    assert messages
+    assert "is reused while step" in messages[0]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@LOOPS
+def test_counters_only_rise_and_the_books_balance(overlap: bool) -> None:  # B085, B086
+    rig = Rig(blocks=26, rows=6, overlap=overlap, max_queue=999)
+    gauges = {"running", "waiting", "kv_used", "kv_blocks"}
+    before = rig.engine.stats()
+    for i in range(25):
+        rig.submit(list(range(i % 2, 20 + i % 2)), 16, n=1 + i % 2, owner=i % 2)
+        if i % 4 == 0:
+            rig.abort(i + 1, owner=i % 2)
+        rig.turn()
+        stats = rig.engine.stats()
+        for name in stats.__struct_fields__:
+            old, new = getattr(before, name), getattr(stats, name)
+            if name == "finished":
+                assert all(new[reason] >= old[reason] for reason in old)
+            elif name not in gauges:
+                assert new >= old, name
+        before = stats
+    rig.run()
+    stats = rig.engine.stats()
+    assert min(stats.preemptions, stats.recomputed_tokens, stats.cached_tokens) > 0
+    assert stats.finished["abort"] == 7
+    assert stats.generation_tokens == sum(map(len, rig.tokens.values()))
+    assert stats.started == sum(stats.finished.values()) == 25
+    assert stats.cached_tokens == sum(done.cached_tokens for done in rig.dones.values())
+    rig.check_idle()
+
+
+def test_times_of_a_request() -> None:
+    rig = Rig(max_num_batched_tokens=8, rows=1)
+    rig.submit(12, 3)
+    rig.submit(4, 1)
+    while rig.engine.has_work:
+        rig.clock.now += 1
+        rig.turn()
+    first, second = rig.dones[0, 1], rig.dones[0, 2]
+    assert (first.queue_s, first.prefill_s, first.decode_s) == (1.0, 1.0, 2.0)
+    assert (second.queue_s, second.prefill_s, second.decode_s) == (5.0, 0.0, 0.0)
+
+
+@LOOPS
+def test_an_idle_engine_does_nothing(overlap: bool) -> None:
+    fake = FakeRunner(4, 4, 2, 64)
+    engine = Engine(Settings(), KVCache(4, 4), fake, overlap=overlap)
+    assert not engine.has_work
+    assert engine.turn() == {}
+    assert engine.stats().steps == 0
+    engine.close()
+    with pytest.raises(AssertionError, match="launch on a closed runner"):
+        fake.launch(StepPlan(1, [], [], [], [[]], [], [], [], [], [], [], [], []))
 
 
 @LOOPS

@@ -1,0 +1,270 @@
+"""KVCache: matching, reserving, copy-on-write, the fence; then random lives of many tables."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.kv.cache import KVCache, Table
+
+TOKENS = list(range(100, 164))
+
+
+def filled(kv: KVCache, tokens: list[int], salt: str = "", adapter: str = "") -> Table:
+    """A table that went through match, reserve and commit."""
+    table = kv.open(salt, adapter)
+    cached = kv.match(table, tokens)
+    assert kv.reserve(table, len(tokens), cached) is not None
+    kv.commit(table, tokens, len(tokens))
+    kv.check()
+    return table
+
+
+def test_hits_are_full_blocks_of_an_equal_prefix() -> None:
+    kv = KVCache(16, 4)
+    first = filled(kv, TOKENS[:11])
+    cases = [(11, 8), (8, 8), (7, 4), (3, 0), (12, 8)]
+    for length, cached in cases:
+        table = kv.open("", "")
+        assert kv.match(table, TOKENS[:length]) == cached
+        assert table.blocks == first.blocks[: cached // 4]
+        kv.release(table, 0)
+        kv.check()
+    other = kv.open("", "")
+    assert kv.match(other, [1, *TOKENS[1:11]]) == 0
+
+
+def test_hits_stay_within_one_salt_and_one_adapter() -> None:
+    kv = KVCache(64, 4)
+    filled(kv, TOKENS[:16], "s1", "X")
+    for salt, adapter, cached in [("s1", "X", 16), ("s2", "X", 0), ("", "X", 0), ("s1", "Y", 0)]:
+        assert kv.match(kv.open(salt, adapter), TOKENS[:16]) == cached
+
+
+def test_released_prefixes_are_hit_until_their_blocks_are_handed_out() -> None:
+    kv = KVCache(4, 4)
+    kv.release(filled(kv, TOKENS[:16]), 0)
+    assert kv.used_blocks == 0
+    assert kv.indexed_blocks == 4
+    probe = kv.open("", "")
+    assert kv.probe(probe, TOKENS[:16], 16) == 4  # revived blocks leave the free list
+    other = filled(kv, [1, 2, 3, 4, 5])  # takes two: the tail of the old prefix goes first
+    assert kv.match(probe, TOKENS[:16]) == 8
+    kv.release(probe, 0)
+    kv.release(other, 0)
+    kv.check()
+
+
+def test_nothing_is_hit_before_it_is_committed_or_after_a_reset() -> None:
+    kv = KVCache(8, 4)
+    table = kv.open("", "")
+    assert kv.reserve(table, 8, 0) is not None
+    assert kv.match(kv.open("", ""), TOKENS[:8]) == 0
+    kv.commit(table, TOKENS[:8], 7)  # the second block is not full
+    again = kv.open("", "")
+    assert kv.match(again, TOKENS[:8]) == 4
+    kv.release(again, 0)
+    kv.release(table, 0)
+    kv.reset()
+    assert kv.match(kv.open("", ""), TOKENS[:8]) == 0
+    kv.check()
+
+
+def test_caching_can_be_off() -> None:
+    kv = KVCache(8, 4, prefix_caching=False)
+    filled(kv, TOKENS[:8])
+    assert kv.match(kv.open("", ""), TOKENS[:8]) == 0
+    assert kv.indexed_blocks == 0
+
+
+def test_reserve_is_all_or_nothing() -> None:
+    kv = KVCache(3, 4)
+    table = kv.open("", "")
+    assert kv.reserve(table, 13, 0) is None
+    assert (kv.used_blocks, table.blocks) == (0, [])
+    grant = kv.reserve(table, 12, 0)
+    assert grant is not None
+    assert (grant.first, grant.blocks, grant.copies) == (0, table.blocks, [])
+    nothing = kv.reserve(table, 12, 11)
+    assert nothing is not None
+    assert nothing.blocks == []
+
+
+def test_a_duplicate_stays_private() -> None:
+    kv = KVCache(8, 4)
+    first, second = kv.open("", ""), kv.open("", "")
+    for table in (first, second):
+        assert kv.reserve(table, 4, 0) is not None
+    for table in (first, second):
+        kv.commit(table, TOKENS[:4], 4)
+    third = kv.open("", "")
+    kv.match(third, TOKENS[:4])
+    assert third.blocks == first.blocks != second.blocks
+    kv.check()
+
+
+def test_forks_copy_the_shared_last_block_and_the_last_writer_keeps_it() -> None:
+    kv = KVCache(8, 4)
+    table = filled(kv, TOKENS[:6])
+    twins = [kv.fork(table), kv.fork(table)]
+    head, tail = table.blocks
+    grant = kv.reserve(twins[0], 7, 6)
+    assert grant is not None
+    assert grant.copies == [(tail, twins[0].blocks[1])]
+    assert (grant.first, twins[0].blocks[0]) == (1, head)
+    second = kv.reserve(table, 7, 6)
+    assert second is not None
+    assert len(second.copies) == 1
+    third = kv.reserve(twins[1], 7, 6)
+    assert third is not None
+    assert (third.copies, twins[1].blocks) == ([], [head, tail])
+    kv.check()
+
+
+def test_a_fork_at_a_block_border_needs_no_copy() -> None:
+    kv = KVCache(8, 4)
+    table = filled(kv, TOKENS[:8])
+    twin = kv.fork(table)
+    grant = kv.reserve(twin, 9, 8)
+    assert grant is not None
+    assert (grant.first, grant.copies) == (2, [])
+    assert twin.blocks[:2] == table.blocks
+
+
+def test_a_shared_block_reserved_ahead_is_replaced_but_not_copied() -> None:
+    kv = KVCache(8, 4)
+    table = kv.open("", "")
+    assert kv.reserve(table, 12, 0) is not None
+    twin = kv.fork(table)
+    grant = kv.reserve(twin, 12, 4)
+    assert grant is not None
+    assert (grant.first, grant.copies) == (1, [])
+    assert not set(twin.blocks[1:]) & set(table.blocks)
+    kv.check()
+
+
+def test_the_fence_holds_blocks_back_until_their_step_has_finished() -> None:
+    kv = KVCache(2, 4)
+    table = filled(kv, TOKENS[:8])
+    kv.release(table, 5)
+    assert (kv.free_blocks, kv.limbo_blocks) == (0, 2)
+    assert kv.reserve(kv.open("", ""), 4, 0) is None
+    kv.fence(4)
+    assert kv.free_blocks == 0
+    hit = kv.open("", "")
+    assert kv.match(hit, TOKENS[:8]) == 8  # reading them is fine at any time
+    kv.fence(5)
+    kv.check()
+    assert (kv.free_blocks, kv.limbo_blocks, kv.used_blocks) == (0, 0, 2)
+    kv.release(hit, 5)
+    assert kv.free_blocks == 2
+
+
+def test_check_finds_a_leak() -> None:
+    kv = KVCache(4, 4)
+    table = filled(kv, TOKENS[:8])
+    table.blocks.pop()
+    with pytest.raises(AssertionError, match=r"references .* but holders"):
+        kv.check()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Tables that do what sequences do, with contents of their own to compare with."""
+
+    @initialize(blocks=st.integers(1, 12), block_size=st.sampled_from([1, 2, 4]))
+    def start(self, blocks: int, block_size: int) -> None:
+        self.kv = KVCache(blocks, block_size)
+        self.tables: list[tuple[Table, list[int], int]] = []  # table, tokens, computed
+        self.content: dict[int, tuple[int, ...]] = {}  # block -> the prefix it ends
+        self.step = self.finished = 0
+
+    def _write(self, table: Table, tokens: list[int], start: int, end: int) -> None:
+        size = self.kv.block_size
+        for position in range(start, end):
+            block = table.blocks[position // size]
+            holders = sum(block in other.blocks for other, _, _ in self.tables if other != table)
+            assert holders == 0, "a shared block is written"
+            self.content[block] = tuple(tokens[: position + 1])
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from("ab"))
+    def admit(self, tokens: list[int], salt: str) -> None:
+        tokens = [ord(salt), *tokens]
+        table = self.kv.open(salt, "")
+        need = self.kv.probe(table, tokens, len(tokens))
+        free = self.kv.free_blocks
+        cached = self.kv.match(table, tokens)
+        size = self.kv.block_size
+        for i, block in enumerate(table.blocks):
+            assert self.content[block] == tuple(tokens[: (i + 1) * size]), "a hit of other tokens"
+        grant = self.kv.reserve(table, len(tokens), cached)
+        assert (grant is not None) == (need <= free)
+        if grant is None:
+            self.kv.release(table, self.step)
+            return
+        assert self.kv.free_blocks == free - need
+        self._write(table, tokens, cached, len(tokens))
+        self.tables.append((table, tokens, len(tokens)))
+
+    @precondition(lambda self: self.tables)
+    @rule(number=st.integers(0, 99), token=st.integers(0, 1))
+    def decode(self, number: int, token: int) -> None:
+        table, tokens, computed = self.tables.pop(number % len(self.tables))
+        grant = self.kv.reserve(table, computed + 1, computed)
+        if grant is not None:
+            for source, target in grant.copies:
+                self.content[target] = self.content[source]
+            tokens = [*tokens, token]
+            self._write(table, tokens, computed, computed + 1)
+            computed += 1
+        self.tables.append((table, tokens, computed))
+
+    @precondition(lambda self: self.tables)
+    @rule(number=st.integers(0, 99))
+    def publish(self, number: int) -> None:
+        table, tokens, computed = self.tables[number % len(self.tables)]
+        self.kv.commit(table, tokens, computed)
+
+    @precondition(lambda self: self.tables)
+    @rule(number=st.integers(0, 99))
+    def split(self, number: int) -> None:
+        table, tokens, computed = self.tables[number % len(self.tables)]
+        self.tables.append((self.kv.fork(table), list(tokens), computed))
+
+    @precondition(lambda self: self.tables)
+    @rule(number=st.integers(0, 99))
+    def leave(self, number: int) -> None:
+        self.kv.release(self.tables.pop(number % len(self.tables))[0], self.step)
+
+    @rule()
+    def launch(self) -> None:
+        self.step += 1
+
+    @rule()
+    def land(self) -> None:
+        self.finished = min(self.finished + 1, self.step)
+        self.kv.fence(self.finished)
+
+    @rule()
+    def reset(self) -> None:
+        self.kv.reset()
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "kv"):
+            self.kv.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "kv"):
+            for table, _, _ in self.tables:
+                self.kv.release(table, self.step)
+            self.kv.fence(self.step)
+            self.kv.check()
+            assert self.kv.used_blocks == 0
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(
+    max_examples=100, stateful_step_count=40, derandomize=True, database=None, deadline=None
+)
