@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
+from headrace.backends.cpu.device import cores
 from headrace.config import Resolved, Settings, refuse
 from headrace.errors import ConfigError, SetupError
 from headrace.messages import EngineInfo
@@ -69,15 +70,21 @@ def _fake_runner(settings: Settings) -> Any:
     from headrace.backends.fake import FakeRunner
 
     refuse(settings, "backend = fake", ("dtype", "load_format", "kv_memory", "threads"))
-    blocks = settings.kv_blocks or FAKE_KV_BLOCKS
-    most = blocks * settings.block_size
+    blocks, longest = _fake_sizes(settings)
     return FakeRunner(
         kv_blocks=blocks,
         block_size=settings.block_size,
         max_rows=settings.max_num_seqs,
-        max_model_len=min(settings.max_model_len or FAKE_MODEL_LEN, most),
+        max_model_len=longest,
         step_ms=settings.fake_step_ms,
     )
+
+
+def _fake_sizes(settings: Settings) -> tuple[int, int]:
+    """Blocks of the KV cache, and tokens of the longest sequence."""
+    blocks = settings.kv_blocks or FAKE_KV_BLOCKS
+    room = blocks * settings.block_size
+    return blocks, min(settings.max_model_len or FAKE_MODEL_LEN, room)
 
 
 def _cpu_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
@@ -94,18 +101,53 @@ def _cpu_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
 
 
 def explain(settings: Settings) -> Mapping[str, Resolved[Any]]:
-    """What each `auto` becomes here and why, as far as it can be told without loading."""
+    """What each `auto` comes to here and why, as far as it can be told without loading weights."""
     backend = resolve_backend(settings)
-    at_start = "known once the model is loaded; `serve` prints it"
     outcomes: dict[str, Resolved[Any]] = {
         "backend": backend,
         "overlap": resolve_overlap(settings, backend.value),
         "api_workers": resolve_api_workers(settings),
     }
-    for key in ("dtype", "kv_blocks", "max_model_len"):
-        if getattr(settings, key) in ("auto", 0):
-            outcomes[key] = Resolved("at start", at_start)
-    return outcomes
+    if backend.value == "cpu":
+        outcomes["threads"] = Resolved(settings.threads or cores(), "cores this process may use")
+    outcomes.update(_explain_model(settings, backend.value))
+    return {
+        key: outcome
+        for key, outcome in outcomes.items()
+        if getattr(settings, key) in ("auto", "", 0)
+    }
+
+
+def _explain_model(settings: Settings, backend: str) -> Mapping[str, Resolved[Any]]:
+    keys = ("dtype", "kv_blocks", "max_model_len")
+    if backend == "fake":
+        blocks, longest = _fake_sizes(settings)
+        return {
+            "dtype": Resolved("none", "the fake model has no weights"),
+            "kv_blocks": Resolved(blocks, "the fake backend's own size"),
+            "max_model_len": Resolved(longest, "the fake model's, and the KV cache holds it"),
+        }
+    from headrace.sources.resolve import local
+
+    try:
+        files = local(settings.model)
+        if files is None:
+            return dict.fromkeys(keys, Resolved("at start", "the model is not on this machine yet"))
+        from headrace.runner import build
+
+        known: dict[str, Resolved[Any]] = {
+            "served_model_name": Resolved(files.name, "the model's own name")
+        }
+        if settings.engine == "naive":
+            facts = build.read_facts(settings, files)
+            return known | {
+                "dtype": build.named(facts.dtype),
+                "kv_blocks": Resolved("none", "the naive engine has no KV pool"),
+                "max_model_len": facts.wanted_model_len,
+            }
+        return known | build.explain(settings, files)
+    except SetupError as error:
+        return dict.fromkeys(keys, Resolved("error", error.message))
 
 
 def run_server(settings: Settings) -> int:

@@ -137,3 +137,18 @@ def test_the_command_prints_every_setting_and_hides_the_key(
     assert "environment HEADRACE_SEED" in lines["seed"]
     assert "flag --backend" in lines["backend"]
     assert "the fake device runs beside the host" in lines["overlap"]
+    assert "0 -> 8192" in lines["max_model_len"]
+
+
+def test_the_command_says_what_it_cannot_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for arguments, why in (
+        ([], "the model is not on this machine yet"),
+        (["/no/such.gguf"], "/no/such.gguf"),
+    ):
+        done = CliRunner().invoke(cli, ["config", *arguments], catch_exceptions=False)
+        assert done.exit_code == 0
+        (line,) = [line for line in done.output.splitlines() if line.startswith("kv_blocks")]
+        assert why in line
