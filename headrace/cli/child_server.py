@@ -65,7 +65,7 @@ class ChildServer:
         raise SetupError(f"the server did not start (exit code {code})")
 
     def _wait_answer(self) -> None:
-        """The line says that the engine is ready; its HTTP process learns of it a moment later."""
+        """The line says that one HTTP process is ready; the next may hear of it a moment later."""
         deadline_s = time.monotonic() + ANSWER_WITHIN_S
         while True:
             try:
