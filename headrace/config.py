@@ -1,9 +1,9 @@
 """Settings of `headrace serve`: one table from which flags, HEADRACE_* variables, the TOML file,
 `headrace config` and the docs are made. Frozen; every value knows where it came from.
 
-Order: flag, then environment, then TOML file, then default. An unknown key or a bad value raises
-`ConfigError` with key, value and source. `auto` values are resolved later, once, by whoever knows
-the facts (`Resolved` pairs a value with its reason).
+Order: flag, then environment, then TOML file (--config, or HEADRACE_CONFIG), then default. An
+unknown key or a bad value raises `ConfigError` with key, value and source. `auto` values are
+resolved later, once, by whoever knows the facts (`Resolved` pairs a value with its reason).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -21,11 +21,13 @@ from msgspec import Meta
 from headrace.errors import ConfigError
 
 ENV_PREFIX = "HEADRACE_"
+ENV_FILE = "HEADRACE_CONFIG"  # names the TOML file; no setting
 T = TypeVar("T")
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
+SomeSeconds = Annotated[float, Meta(gt=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,12 +54,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     overlap: Literal["auto", "on", "off"] = "auto"
     api_workers: str = "auto"
     api_key: str = ""
-    api_timeout_s: Seconds = 10.0
-    engine_timeout_s: Seconds = 10.0
+    api_timeout_s: SomeSeconds = 10.0
+    engine_timeout_s: SomeSeconds = 10.0
     shutdown_timeout_s: Seconds = 30.0
     stall_timeout_s: Seconds = 60.0
-    receive_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    keepalive_s: Annotated[float, Meta(gt=0)] = 15.0
+    receive_timeout_s: SomeSeconds = 60.0
+    keepalive_s: SomeSeconds = 15.0
     max_body_bytes: Positive = 8 * 2**20
     restart: bool = False
     threads: Natural = 0
@@ -128,8 +130,8 @@ def load(
 ) -> tuple[Settings, dict[str, Source]]:
     """Merge the layers and validate once.
 
-    `flags` holds only what the user gave. Returns the settings and the source of each.
-    Raises ConfigError naming key, value and source.
+    `flags` holds only what the user gave; `file` is the TOML file, None for HEADRACE_CONFIG's.
+    Returns the settings and the source of each. Raises ConfigError naming key, value and source.
     """
     values: dict[str, Any] = {}
     sources = {key: Source("default", "") for key in Settings.__struct_fields__}
@@ -139,10 +141,14 @@ def load(
             raise ConfigError(f"unknown setting {key!r} ({kind} {name})", param=key)
         values[key], sources[key] = value, Source(kind, name)
 
-    for key, value in (_read_toml(file) if file else {}).items():
-        put(key.replace("-", "_"), value, "file", str(file))
+    file = file or (Path(environ[ENV_FILE]) if environ.get(ENV_FILE) else None)
+    for written, value in (_read_toml(file) if file else {}).items():
+        key = written.replace("-", "_")
+        if key in values:
+            raise ConfigError(f"{file} sets {key} twice: with a dash and without", param=key)
+        put(key, value, "file", str(file))
     for name, text in environ.items():
-        if name.startswith(ENV_PREFIX):
+        if name.startswith(ENV_PREFIX) and name != ENV_FILE:
             put(name.removeprefix(ENV_PREFIX).lower(), _from_text(name, text), "environment", name)
     for key, value in flags.items():
         put(key, value, "flag", flag_of(key))
@@ -174,7 +180,17 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
             f"{settings.max_num_seqs}: a step must hold one token of every running sequence",
             param="max_num_batched_tokens",
         )
+    if settings.fake_step_ms and settings.backend != "fake":
+        raise ConfigError("fake_step_ms needs backend = fake", param="fake_step_ms")
     return settings
+
+
+def refuse(settings: Settings, who: str, keys: Collection[str]) -> None:
+    """Raise ConfigError if one of `keys`, which `who` would have to ignore, is not its default."""
+    for key in keys:
+        value = getattr(settings, key)
+        if value != getattr(_DEFAULTS, key):
+            raise ConfigError(f"{who} cannot honour {key} = {value!r}", param=key)
 
 
 def _from_text(name: str, text: str) -> Any:
@@ -196,10 +212,10 @@ def _bool(text: str) -> bool:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from None
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
-from headrace.config import Resolved, Settings
-from headrace.errors import ConfigError
+from headrace.backends.cpu.device import cores
+from headrace.config import Resolved, Settings, refuse
+from headrace.errors import ConfigError, SetupError
 from headrace.messages import EngineInfo
 from headrace.observe.logs import configure_logging
 from headrace.sources.files import ModelFiles
@@ -30,9 +30,10 @@ FAKE_MODEL_LEN, FAKE_KV_BLOCKS = 8192, 4096
 
 
 def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
-    """Resolve (and, where needed, download) the model that `settings` name."""
+    """Resolve (and, where needed, download) the model that `settings` name. Raises SetupError."""
     from headrace.sources.resolve import FAKE, resolve
 
+    resolve_backend(settings)  # refuse what cannot run before anything is downloaded
     fake = settings.backend == "fake" and not settings.model
     files = FAKE if fake else resolve(settings.model, say=say)
     if not settings.served_model_name:
@@ -68,15 +69,22 @@ def build_engine(
 def _fake_runner(settings: Settings) -> Any:
     from headrace.backends.fake import FakeRunner
 
-    blocks = settings.kv_blocks or FAKE_KV_BLOCKS
-    most = blocks * settings.block_size
+    refuse(settings, "backend = fake", ("dtype", "load_format", "kv_memory", "threads"))
+    blocks, longest = _fake_sizes(settings)
     return FakeRunner(
         kv_blocks=blocks,
         block_size=settings.block_size,
         max_rows=settings.max_num_seqs,
-        max_model_len=min(settings.max_model_len or FAKE_MODEL_LEN, most),
+        max_model_len=longest,
         step_ms=settings.fake_step_ms,
     )
+
+
+def _fake_sizes(settings: Settings) -> tuple[int, int]:
+    """Blocks of the KV cache, and tokens of the longest sequence."""
+    blocks = settings.kv_blocks or FAKE_KV_BLOCKS
+    room = blocks * settings.block_size
+    return blocks, min(settings.max_model_len or FAKE_MODEL_LEN, room)
 
 
 def _cpu_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
@@ -93,18 +101,53 @@ def _cpu_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
 
 
 def explain(settings: Settings) -> Mapping[str, Resolved[Any]]:
-    """What each `auto` becomes here and why, as far as it can be told without loading."""
+    """What each `auto` comes to here and why, as far as it can be told without loading weights."""
     backend = resolve_backend(settings)
-    at_start = "known once the model is loaded; `serve` prints it"
     outcomes: dict[str, Resolved[Any]] = {
         "backend": backend,
         "overlap": resolve_overlap(settings, backend.value),
         "api_workers": resolve_api_workers(settings),
     }
-    for key in ("dtype", "kv_blocks", "max_model_len"):
-        if getattr(settings, key) in ("auto", 0):
-            outcomes[key] = Resolved("at start", at_start)
-    return outcomes
+    if backend.value == "cpu":
+        outcomes["threads"] = Resolved(settings.threads or cores(), "cores this process may use")
+    outcomes.update(_explain_model(settings, backend.value))
+    return {
+        key: outcome
+        for key, outcome in outcomes.items()
+        if getattr(settings, key) in ("auto", "", 0)
+    }
+
+
+def _explain_model(settings: Settings, backend: str) -> Mapping[str, Resolved[Any]]:
+    keys = ("dtype", "kv_blocks", "max_model_len")
+    if backend == "fake":
+        blocks, longest = _fake_sizes(settings)
+        return {
+            "dtype": Resolved("none", "the fake model has no weights"),
+            "kv_blocks": Resolved(blocks, "the fake backend's own size"),
+            "max_model_len": Resolved(longest, "the fake model's, and the KV cache holds it"),
+        }
+    from headrace.sources.resolve import local
+
+    try:
+        files = local(settings.model)
+        if files is None:
+            return dict.fromkeys(keys, Resolved("at start", "the model is not on this machine yet"))
+        from headrace.runner import build
+
+        known: dict[str, Resolved[Any]] = {
+            "served_model_name": Resolved(files.name, "the model's own name")
+        }
+        if settings.engine == "naive":
+            facts = build.read_facts(settings, files)
+            return known | {
+                "dtype": build.named(facts.dtype),
+                "kv_blocks": Resolved("none", "the naive engine has no KV pool"),
+                "max_model_len": facts.wanted_model_len,
+            }
+        return known | build.explain(settings, files)
+    except SetupError as error:
+        return dict.fromkeys(keys, Resolved("error", error.message))
 
 
 def run_server(settings: Settings) -> int:
@@ -115,7 +158,6 @@ def run_server(settings: Settings) -> int:
         print(text, file=sys.stderr, flush=True)
 
     begun = time.perf_counter()
-    resolve_backend(settings)  # refuse what cannot run before anything is downloaded
     files = find_model(settings, say)
     settings = msgspec.structs.replace(settings, served_model_name=files.name)
     return Supervisor(settings, files, say, begun).run()
@@ -125,7 +167,6 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
     """Entry point of the engine process. `tell` is a pipe to the supervisor."""
     configure_logging(settings.log_level)
     from headrace.engine.server import serve
-    from headrace.errors import SetupError
 
     def build(phase: Callable[[str], None]) -> tuple[ServingEngine, EngineInfo]:
         def report(name: str, seconds: float) -> None:
@@ -151,7 +192,8 @@ def api_process(
     configure_logging(settings.log_level)
     from headrace.api.server import serve
 
-    serve(folder, settings, files, worker, sock)
-
-
-assert os.name == "posix", "headrace runs on Linux and macOS"
+    try:
+        serve(folder, settings, files, worker, sock)
+    except SetupError as error:  # a tokenizer or template that cannot be read
+        print(f"headrace: {error.message}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -376,8 +376,10 @@ class LLM:
                 self._engine.finish(OWNER, Finish(job.submit.handle, choice, piece.stop_at))
         elif end is not None:
             at.ended = True
-            at.completion.finish_reason = end.reason
             text += at.text.end(end.stop_id)
+            # Bytes that were held back may complete a stop string.
+            matched = end.reason == "length" and at.text.matched is not None
+            at.completion.finish_reason = "stop" if matched else end.reason
         at.completion.text += text
         if choice == 0 and text:
             job.fresh.append(text)

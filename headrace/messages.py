@@ -6,6 +6,8 @@ Names used throughout:
   row      index into the runner's device tables; a running sequence owns one until it leaves
   forward row   index into one StepPlan's columns
   block    index of `block_size` token slots in the paged KV cache of one KV group
+
+Structs travel as arrays: a new field goes to the end, with a default that means "not used".
 """
 
 from __future__ import annotations
@@ -173,6 +175,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     Draw j samples from the logits of forward row draw_from[j]'s last position into device row
     draw_into[j], with that row's Sampling and choice. The drawn token's position in its sequence is
     starts + counts of the forward row: the RNG counter. n > 1 draws n times from one forward row.
+
+    A plan holds no clock, no address and nothing that is decided while it runs: ranks that start
+    from equal tables stay equal.
     """
 
     step: int
@@ -188,10 +193,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     unwritten: list[int]  # forward rows whose KV write is off: fully cached prompts
     draw_from: list[int]
     draw_into: list[int]
+    # Reserved for speculation, k drafts and k + 1 draws from one forward row: the offset in its
+    # forward row of the position that draw j samples from. [] = the last position, for all draws.
+    draw_at: list[int] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What came of a plan. tokens[j] answers draw j; -1 where draw j failed."""
+    """What came of a plan. tokens[j] answers draw j; -1 where draw j failed.
+
+    What other kinds of `Output` yield will be further columns.
+    """
 
     step: int
     tokens: list[int]

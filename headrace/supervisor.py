@@ -1,7 +1,10 @@
 """Starts, watches and stops the processes of one server. Knows no torch and no HTTP.
 
 The engine is one process, HTTP is one or more. Each child leads a process group of its own (Ctrl-C
-reaches the supervisor alone) and dies with the supervisor (PR_SET_PDEATHSIG), so none is orphaned.
+reaches the supervisor alone) and dies with the supervisor, so none is orphaned.
+
+SIGTERM or SIGINT drains; a second one kills. Exit codes: 0 stopped, 2 a process could not start,
+3 the engine died, 4 the HTTP processes keep dying.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from typing import Any
 import headrace
 from headrace import launch
 from headrace.backends.choose import resolve_api_workers, resolve_backend
+from headrace.children import die_with_parent
 from headrace.config import Settings
 from headrace.errors import ConfigError
 from headrace.sources.files import ModelFiles
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
-EXIT_SETUP, EXIT_ENGINE_DIED = 2, 3
+PR_SET_NAME = 15  # linux/prctl.h
+EXIT_SETUP, EXIT_ENGINE_DIED, EXIT_API_DIED = 2, 3, 4
 KILL_AFTER_S = 5.0  # a child that ignores SIGTERM for this long is killed
 PROBE_EVERY_S = 0.05  # while starting
 MAX_API_RESTARTS = 5  # within one server's life; more means something is wrong
@@ -40,12 +44,9 @@ _spawn = mp.get_context("spawn")
 def _child(parent: int, name: str, entry: Callable[..., None], *args: Any) -> None:
     """First code of every child. `name` is what ps and top show (15 bytes at most)."""
     os.setpgrp()
+    die_with_parent(signal.SIGKILL, parent)
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_NAME, name.encode())
-    if os.getppid() != parent:  # the supervisor died before prctl
-        raise SystemExit(1)
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     entry(*args)
 
@@ -57,13 +58,12 @@ class Supervisor:
         self, settings: Settings, files: ModelFiles, say: Callable[[str], None], begun_s: float
     ) -> None:
         self.settings, self.files, self.say, self.begun_s = settings, files, say, begun_s
-        self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mkdtemp makes it 0700
         self.sock = _listen(settings)
         self.workers = resolve_api_workers(settings)
         self.api: list[mp.process.BaseProcess] = []
         self.engine: mp.process.BaseProcess | None = None
         self.pipe: Connection | None = None
-        self.stopping = False
+        self.signals = 0  # SIGTERM and SIGINT so far
         self.loaded = self.ready = False  # the engine said so; /ready says so
         self.api_restarts = 0
 
@@ -74,21 +74,30 @@ class Supervisor:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / "metrics")
-        (self.folder / "metrics").mkdir()
+        self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mkdtemp makes it 0700
         try:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / "metrics")
+            (self.folder / "metrics").mkdir()
             self._start_engine()
-            self.api = [self._start_api(i) for i in range(self.workers.value)]
+            for worker in range(self.workers.value):
+                self.api.append(self._start_api(worker))  # one by one: `_stop` knows what started
             return self._watch(wake_read)
         finally:
             self._stop()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if not self.stopping:
-            self.say(f"{signal.Signals(number).name}: draining, up to "
-                     f"{self.settings.shutdown_timeout_s:g} s")  # fmt: skip
-        self.stopping = True
+        self.signals += 1
+        name = signal.Signals(number).name
+        if self.signals == 1:
+            self.say(f"{name}: draining, up to {self.settings.shutdown_timeout_s:g} s")
+        elif self.signals == 2:
+            self.say(f"{name} again: ending at once")
+            for process in self._processes():
+                process.kill()
+
+    def _processes(self) -> list[mp.process.BaseProcess]:
+        return [*self.api, *([self.engine] if self.engine else [])]
 
     # ------------------------------------------------------------ processes
 
@@ -115,7 +124,7 @@ class Supervisor:
 
     def _watch(self, wake: int) -> int:
         """Until a signal (0), or a child's end that ends the server (its code)."""
-        while not self.stopping:
+        while not self.signals:
             assert self.engine is not None, "the engine is started before it is watched"
             pipe = [self.pipe] if self.pipe is not None else []
             sentinels = [self.engine.sentinel, *(p.sentinel for p in self.api)]
@@ -133,7 +142,9 @@ class Supervisor:
                     return code
             for worker, process in enumerate(self.api):
                 if process.sentinel in ready:
-                    self._api_ended(worker, process)
+                    code = self._api_ended(worker, process)
+                    if code is not None:
+                        return code
         return 0
 
     def _hear(self) -> None:
@@ -158,7 +169,7 @@ class Supervisor:
         try:
             connection.request("GET", "/ready")
             return connection.getresponse().status == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
@@ -166,14 +177,10 @@ class Supervisor:
     def _engine_ended(self, engine: mp.process.BaseProcess) -> int | None:
         while self.pipe is not None and self.pipe.poll():
             self._hear()
-        engine.join()
         if not self.loaded:
-            self.say("the engine did not start")
+            self.say(f"the engine did not start ({_how(engine)})")
             return EXIT_SETUP
-        how = f"exit code {engine.exitcode}"
-        if engine.exitcode is not None and engine.exitcode < 0:
-            how = f"signal {signal.Signals(-engine.exitcode).name}"
-        self.say(f"the engine process died ({how})")
+        self.say(f"the engine process died ({_how(engine)})")
         if not self.settings.restart:
             return EXIT_ENGINE_DIED
         self.say("starting it again (restart = true)")
@@ -182,19 +189,23 @@ class Supervisor:
         self._start_engine()
         return None
 
-    def _api_ended(self, worker: int, process: mp.process.BaseProcess) -> None:
-        process.join()
+    def _api_ended(self, worker: int, process: mp.process.BaseProcess) -> int | None:
+        how = _how(process)
+        if process.exitcode == EXIT_SETUP:
+            self.say(f"HTTP process {worker} did not start")
+            return EXIT_SETUP
         self.api_restarts += 1
-        self.say(f"HTTP process {worker} died (exit code {process.exitcode}); starting it again")
         if self.api_restarts > MAX_API_RESTARTS:
-            raise ConfigError("the HTTP processes keep dying: giving up")
+            self.say(f"HTTP process {worker} died ({how}); they keep dying: giving up")
+            return EXIT_API_DIED
+        self.say(f"HTTP process {worker} died ({how}); starting it again")
         self.api[worker] = self._start_api(worker)
+        return None
 
     # ------------------------------------------------------------ the end
 
     def _stop(self) -> None:
         """HTTP first (it drains), then the engine; whoever ignores SIGTERM is killed."""
-        self.stopping = True
         self.sock.close()
         drain_s = self.settings.shutdown_timeout_s + KILL_AFTER_S
         _end(self.api, drain_s)
@@ -230,6 +241,13 @@ class Supervisor:
         self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")
 
 
+def _how(process: mp.process.BaseProcess) -> str:
+    """How an ended process ended; collects it."""
+    process.join()
+    code = process.exitcode
+    return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+
+
 def _end(processes: list[mp.process.BaseProcess], patience_s: float) -> None:
     for process in processes:
         process.terminate()
@@ -242,13 +260,14 @@ def _end(processes: list[mp.process.BaseProcess], patience_s: float) -> None:
 
 
 def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((settings.host, settings.port))
         sock.listen(2048)
     except OSError as error:
+        sock.close()
         raise ConfigError(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="port"
         ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -136,7 +135,7 @@ def chat_ids(
 
 
 def normalise(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them: text content, tool arguments as objects.
+    """Messages as `ChatTemplate` takes them: text content.
 
     "developer" becomes "system". Raises InvalidRequest for unknown roles, content that is not
     text, and a tool result that answers no call.
@@ -275,21 +274,11 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str | None:
 
 
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object: templates write them out with tojson."""
+    """A tool call; `ChatTemplate` makes an object of its arguments."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where}.tool_calls: function.name is missing", param="messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments) if arguments else {}
-        except ValueError:
-            value = None  # shown as the text that it is
-        except RecursionError:
-            raise InvalidRequest(f"{where}.tool_calls nests too deeply", param="messages") from None
-        if isinstance(value, dict | list):  # not a string, which the template would read again
-            arguments = value
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    return {**call, "type": "function"}
 
 
 async def _timed(service: Service, body_bytes: int, work: Callable[[], T]) -> T:

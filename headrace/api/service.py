@@ -45,7 +45,7 @@ class Service:
         self.created_s = int(time.time())
         facts = f"{__version__} {name} {settings.backend} {settings.dtype}"
         self.fingerprint = "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10]
-        self.eos_ids = sorted({*card.eos_ids, *tokenizer.eos_ids})
+        self.eos_ids = list(card.eos_ids)
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 
     def draw_seed(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from headrace.backends.cpu.device import cores as usable_cores
 from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError
 
@@ -19,7 +19,7 @@ def resolve_backend(settings: Settings) -> Resolved[str]:
         return Resolved(settings.backend, "as set")
     if Path("/dev/nvidiactl").exists():
         return Resolved("cpu", "a GPU is here, but this version has no CUDA backend")
-    return Resolved("cpu", f"no GPU found; {os.cpu_count()} cores")
+    return Resolved("cpu", f"no GPU found; {usable_cores()} cores")
 
 
 def resolve_overlap(settings: Settings, backend: str) -> Resolved[bool]:
@@ -35,7 +35,7 @@ def resolve_api_workers(settings: Settings) -> Resolved[int]:
     """How many HTTP processes: they detokenise and stream, so many cores can use several."""
     if settings.api_workers != "auto":
         return Resolved(int(settings.api_workers), "as set")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if cores < 8:
         return Resolved(1, f"{cores} cores: the rest computes")
     return Resolved(min(4, cores // 8), f"one for each 8 of {cores} cores, at most 4")

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from headrace import config
 from headrace.config import Settings
 from headrace.engine.stats import EngineStats
 from headrace.errors import ConfigError
@@ -399,8 +400,7 @@ def build_naive(
 
 def refuse(settings: Settings) -> None:
     """Raise ConfigError for a setting that the naive engine would have to ignore."""
-    plain = Settings()
-    for key in ("kv_blocks", "kv_memory", "scheduling_policy", "load_format", "backend", "overlap"):
-        value = getattr(settings, key)
-        if value != getattr(plain, key) and (key, value) != ("backend", "cpu"):
-            raise ConfigError(f"engine = naive cannot honour {key} = {value!r}", param=key)
+    keys = ["kv_blocks", "kv_memory", "block_size", "scheduling_policy", "load_format", "overlap"]
+    config.refuse(
+        settings, "engine = naive", keys if settings.backend == "cpu" else [*keys, "backend"]
+    )

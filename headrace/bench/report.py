@@ -13,6 +13,7 @@ import msgspec
 from rich.table import Table
 
 from headrace import __version__
+from headrace.backends.cpu.device import cores
 from headrace.bench.stats import Level, Summary
 from headrace.bench.workload import Workload
 
@@ -33,7 +34,7 @@ def conditions(**more: str) -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(cores()),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "headrace": __version__,

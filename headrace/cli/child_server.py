@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -13,13 +12,14 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
+from headrace.children import die_with_parent
 from headrace.errors import SetupError
 
 READY = re.compile(r"^ready\b.*?(https?://\S+)\s*$")
-PR_SET_PDEATHSIG = 1
 ANSWER_WITHIN_S = 30.0
 STOP_AFTER_S = 45.0  # the server's own deadlines are shorter; this one is for a bug in them
 
@@ -33,12 +33,6 @@ class ChildServer:
 
     def __init__(self, arguments: Sequence[str], say: Callable[[str], None]) -> None:
         """`say` gets what the server prints until it is ready. Raises SetupError if it ends."""
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-        def die_with_parent() -> None:
-            if libc:
-                libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace.cli.main", "serve", *arguments, "--port", "0"],
             stdin=subprocess.DEVNULL,
@@ -47,7 +41,7 @@ class ChildServer:
             text=True,
             errors="replace",
             process_group=0,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
         self.pid = self._process.pid
         self.last_lines: deque[str] = deque(maxlen=50)
@@ -71,7 +65,7 @@ class ChildServer:
         raise SetupError(f"the server did not start (exit code {code})")
 
     def _wait_answer(self) -> None:
-        """The line says that the engine is ready; its HTTP process learns of it a moment later."""
+        """The line says that one HTTP process is ready; the next may hear of it a moment later."""
         deadline_s = time.monotonic() + ANSWER_WITHIN_S
         while True:
             try:

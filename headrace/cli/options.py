@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import click
 import msgspec
 
-from headrace.config import ENV_PREFIX, HELP, Settings, Source, flag_of, load
+from headrace.config import ENV_FILE, ENV_PREFIX, HELP, Settings, Source, flag_of, load
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,7 +25,7 @@ def settings_options(command: F) -> F:
         "--config",
         "config_file",
         type=click.Path(path_type=Path, dir_okay=False),
-        help="TOML file with the same settings (keys as the flags, without the dashes)",
+        help=f"TOML file with the same settings (keys as the flags, less the dashes) [{ENV_FILE}]",
     )(command)
     return click.argument("model", required=False, metavar="[MODEL]")(command)
 

@@ -11,6 +11,8 @@ A request's progress is integers. For one sequence (one choice), always
   base      len(tokens) when it was last admitted: what is at or after it was drawn into its row
   room      the token at this position needs another look at memory (or is the last one)
   limit     prompt + max_tokens
+  settled   newest step that may still hold a draw of it when it lost its row: until that step has
+            finished, `tokens` is not all that was drawn, and it cannot be admitted again
 
 Prefill, decode and resumption are the same thing: `planned` chases what is known.
 """
@@ -45,6 +47,7 @@ class Sequence:
         "request",
         "room",
         "row",
+        "settled",
         "spare_rows",
         "stop_ids",
         "table",
@@ -67,6 +70,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.cached = self.planned = self.computed = self.room = 0
         self.base = len(tokens)
+        self.settled = 0
         self.peak = 0  # the most it had planned when it was preempted
         self.row = NO_ROW
         self.spare_rows: list[int] = []  # rows kept for the other choices until the fork

@@ -223,6 +223,8 @@ class Scheduler:
 
     def _place(self, sequence: Sequence, draft: Draft, now: float) -> bool:
         """Admit the sequence if rows and memory allow: it leaves the queue and holds its blocks."""
+        if sequence.settled > self.kv.finished_step:
+            return False  # preempted in this very plan: its last draw is in flight
         if not self._fits(sequence, self.kv.free_blocks):
             return False
         request = sequence.request
@@ -277,6 +279,7 @@ class Scheduler:
         last = self.running.pop()
         assert last is sequence, "only the worst running sequence is preempted"
         sequence.peak = max(sequence.peak, sequence.planned)
+        sequence.settled = self.launched
         self._vacate(sequence)
         sequence.request.preemptions += 1
         self._tally.preemptions += 1

@@ -84,6 +84,11 @@ class KVCache:
         """Blocks that a prefix can hit."""
         return len(self._index)
 
+    @property
+    def finished_step(self) -> int:
+        """The newest step that has finished."""
+        return self._finished
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import torch
@@ -36,6 +38,15 @@ class LoadInfo(msgspec.Struct, frozen=True):
     ledger: list[str]  # lines to print
 
 
+class Facts(msgspec.Struct, frozen=True):
+    """What is known of a model before its weights are read."""
+
+    spec: ModelSpec
+    checkpoint: Checkpoint | None  # None: the weights are random
+    dtype: Resolved[torch.dtype]
+    wanted_model_len: Resolved[int]  # before the KV cache has its say
+
+
 def load_runner(
     settings: Settings, files: ModelFiles, report: Report
 ) -> tuple[TorchRunner, LoadInfo]:
@@ -48,17 +59,14 @@ def load_runner(
     threads = settings.threads or device.cores()
     torch.set_num_threads(threads)
     with _phase("read the model's config", report):
-        spec = read_spec(files)
-        wanted = ledger.wanted_model_len(settings, spec)
-        checkpoint = None if settings.load_format == "dummy" else open_checkpoint(files)
-        stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
-        dtype = ledger.resolve_dtype(settings, stored, device.flags())
+        facts = read_facts(settings, files)
+    spec, checkpoint, dtype = facts.spec, facts.checkpoint, facts.dtype
     with _phase("load weights", report):
         model = load_model(spec, checkpoint, dtype.value)
     with _phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()
         blocks = ledger.size_kv(settings, spec, dtype.value, free_bytes)
-        length = ledger.fit_model_len(wanted, blocks.value, settings.block_size)
+        length = ledger.fit_model_len(facts.wanted_model_len, blocks.value, settings.block_size)
         store = KvStore(
             layers=spec.layers,
             blocks=blocks.value,
@@ -74,11 +82,48 @@ def load_runner(
         max_model_len=length.value,
         vocab_size=spec.vocab_size,
     )
-    name = Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
+    name = named(dtype)
     lines = _lines(settings, spec, model, blocks, length)
     info = LoadInfo(capacity, spec, name, length, blocks, lines)
     lines.insert(0, f"{'dtype':13} {name.value}: {name.reason}")
     return TorchRunner(model, store, capacity, threads), info
+
+
+def read_facts(settings: Settings, files: ModelFiles) -> Facts:
+    """What headers and configs tell. Raises as `load_runner` does."""
+    spec = read_spec(files)
+    wanted = ledger.wanted_model_len(settings, spec)
+    checkpoint = None if settings.load_format == "dummy" else open_checkpoint(files)
+    stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
+    dtype = ledger.resolve_dtype(settings, stored, device.flags())
+    return Facts(spec, checkpoint, dtype, wanted)
+
+
+def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
+    """dtype, kv_blocks and max_model_len as `load_runner` would settle them, without loading.
+
+    Free memory is what it is now, less the weights. Raises as `load_runner` does.
+    """
+    facts = read_facts(settings, files)
+    dtype = facts.dtype.value
+    weights_bytes = 0
+    if facts.checkpoint is not None:
+        elements = sum(math.prod(tensor.shape) for tensor in facts.checkpoint.tensors.values())
+        weights_bytes = elements * dtype.itemsize
+    free_bytes = max(0, device.free_memory_bytes() - weights_bytes)
+    blocks = ledger.size_kv(settings, facts.spec, dtype, free_bytes)
+    return {
+        "dtype": named(facts.dtype),
+        "kv_blocks": blocks,
+        "max_model_len": ledger.fit_model_len(
+            facts.wanted_model_len, blocks.value, settings.block_size
+        ),
+    }
+
+
+def named(dtype: Resolved[torch.dtype]) -> Resolved[str]:
+    """With torch's name instead of torch's object: float32, ..."""
+    return Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
 
 
 def load_model(spec: ModelSpec, checkpoint: Checkpoint | None, dtype: torch.dtype) -> Decoder:

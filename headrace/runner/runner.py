@@ -174,6 +174,7 @@ def _check(plan: StepPlan, rows: Rows) -> None:
     for row, count, ids in zip(plan.rows, plan.counts, plan.ids, strict=True):
         assert rows.taken(row), f"step {plan.step} computes row {row}, which is free"
         assert count == (1 if ids is None else len(ids)), f"row {row}: {count} tokens, ids {ids}"
+    assert not plan.draw_at, "this runner draws from last positions"
     for i in plan.draw_from:
         assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"
 

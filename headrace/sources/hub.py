@@ -33,23 +33,38 @@ def fetch(repo: str, say: Callable[[str], None], environ: Mapping[str, str] = os
 
     Raises DownloadError if it is not there whole, ModelError if it is no model that we can read.
     """
-    options: dict[str, Any] = {"repo_id": repo, "allow_patterns": list(PATTERNS)}
-    if endpoint := environ.get("HF_ENDPOINT"):
-        options["endpoint"] = endpoint
+    options = _options(repo, environ)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
-    cached = _cached(options)
-    if cached is not None and _mark(repo, cached).exists() and missing_file(cached) is None:
-        return cached
+    found = _cached(options)
+    if found is not None and _whole(repo, found):
+        return found
     if offline:
-        if cached is None or (lost := missing_file(cached)):
-            what = f"of which {lost} is missing" if cached else "of which there is no copy"
+        if found is None or (lost := missing_file(found)):
+            what = f"of which {lost} is missing" if found else "of which there is no copy"
             raise DownloadError(f"HF_HUB_OFFLINE is set and hf:{repo} is needed, {what} here")
-        return cached
+        return found
     say(f"downloading hf:{repo}")
     folder = _download(repo, options)
     if lost := missing_file(folder):
         raise ModelError(f"hf:{repo} has no {lost}: a folder with safetensors weights is needed")
     return folder
+
+
+def cached(repo: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of `owner/name` if it is here and whole."""
+    found = _cached(_options(repo, environ))
+    return found if found is not None and _whole(repo, found) else None
+
+
+def _options(repo: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    options: dict[str, Any] = {"repo_id": repo, "allow_patterns": list(PATTERNS)}
+    if endpoint := environ.get("HF_ENDPOINT"):
+        options["endpoint"] = endpoint
+    return options
+
+
+def _whole(repo: str, folder: Path) -> bool:
+    return _mark(repo, folder).exists() and missing_file(folder) is None
 
 
 def missing_file(folder: Path) -> str | None:

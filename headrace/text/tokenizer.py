@@ -32,7 +32,7 @@ class Tokenizer:
 
     Args:
         inner: the `tokenizers` tokenizer.
-        card: what the model says of BOS and end ids.
+        card: what the model says of BOS.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, card: ModelCard) -> None:
@@ -43,7 +43,6 @@ class Tokenizer:
         self._plain_lock = threading.Lock()
         added: dict[int, tokenizers.AddedToken] = inner.get_added_tokens_decoder()
         self.bos_id = card.bos_id
-        self.eos_ids = card.eos_ids
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.prefix_ids = self._find_prefix(card)
         self.strip: Strip = "nothing"

@@ -13,7 +13,7 @@ from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError
 from headrace.models.spec import ModelSpec, Rope
 from headrace.runner import ledger
-from headrace.runner.build import load_runner
+from headrace.runner.build import explain, load_runner
 from headrace.sources.files import ModelFiles
 
 SPEC = ModelSpec(
@@ -155,6 +155,20 @@ def test_a_loaded_runner_says_what_it_is(tmp_path: Path) -> None:
     assert "48 tokens: the KV cache holds no more" in text
     assert "float16: asked for" in text
     runner.close()
+
+
+@pytest.mark.parametrize("more", [{"kv_memory": "20kB"}, {"kv_blocks": 3}, {"max_num_seqs": 2}])
+def test_what_is_told_before_loading_comes_true(tmp_path: Path, more: dict[str, object]) -> None:
+    settings = Settings(load_format="dummy", **more)  # type: ignore[arg-type]
+    files = dummy(tmp_path)
+    told = explain(settings, files)
+    runner, info = load_runner(settings, files, lambda name, s: None)
+    runner.close()
+    assert told == {
+        "dtype": info.dtype,
+        "kv_blocks": info.kv_blocks,
+        "max_model_len": info.max_model_len,
+    }
 
 
 def test_settings_that_cannot_be_met(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import headrace
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest
+from headrace.messages import End
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -108,6 +109,16 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         assert one.finish_reason == "stop"
         assert one.token_ids == whole.token_ids[:complete]
     assert idle(llm)
+
+
+def test_a_stop_string_that_the_last_bytes_complete(llm: LLM) -> None:
+    """Half a character at the end of the tokens is U+FFFD, known only when nothing more comes."""
+    params = greedy(max_tokens=3, stop="b\ufffd")
+    (job,) = llm._prepare([[1]], params, None, "prompts")
+    handle = job.submit.handle
+    llm._hear(job, 0, [*b"ab", "漢".encode()[0]], End(handle, 0, "length"))
+    found = job.choices[0].completion
+    assert (found.text, found.finish_reason) == ("a", "stop")
 
 
 def test_stop_ids(llm: LLM) -> None:

@@ -420,3 +420,26 @@ def test_an_idle_engine_does_nothing(overlap: bool) -> None:
     engine.close()
     with pytest.raises(AssertionError, match="launch on a closed runner"):
         fake.launch(StepPlan(1, [], [], [], [[]], [], [], [], [], [], [], [], []))
+
+
+@LOOPS
+def test_who_was_preempted_comes_back_only_after_its_draw(overlap: bool) -> None:
+    """Preempted with a draw in flight, aged at once, and a row is left over in the same plan."""
+    rig = Rig(
+        rows=4,
+        overlap=overlap,
+        scheduling_policy="priority",
+        max_wait_s=0.0,
+        max_num_batched_tokens=8,
+    )
+    decoding = rig.submit(5, 20, priority=2)
+    for _ in range(4):
+        rig.turn()
+    rig.submit(40, 4, priority=1, n=3)  # its prompt is long: it holds three rows and is not forked
+    for _ in range(2):
+        rig.turn()
+    rig.submit(4, 4, priority=0, n=2)  # takes both places and leaves two of the four rows
+    rig.run()
+    rig.check_tokens()
+    rig.check_idle()
+    assert rig.dones[0, decoding].preemptions == 1

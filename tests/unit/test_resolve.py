@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ModelError
-from headrace.sources.resolve import resolve
+from headrace.sources.cache import cache_home, mark_finished
+from headrace.sources.resolve import local, resolve
 
 
 def say(line: str) -> None:
@@ -77,3 +78,22 @@ def test_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelError, match=r"not a \.gguf file"):
         resolve(str(tmp_path / "model.bin"), say=say)
+
+
+def test_local_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert local("") is None
+    assert local("pypi:some-package==1.0") is None
+    folder = model_folder(tmp_path / "m")
+    assert local(str(folder)) == resolve(str(folder), say=say)
+    with pytest.raises(ModelError):
+        local("pypi:/")
+    data = cache_home() / "models" / "some-package-1.0" / "m.gguf"
+    data.parent.mkdir(parents=True)
+    data.write_bytes(b"GGUF")
+    assert local("pypi:some-package==1.0") is None, "nobody has said that it is whole"
+    mark_finished(data, "")
+    found = local("pypi:Some_Package==1.0")
+    assert found is not None
+    assert (found.name, found.path) == ("some-package", data)

@@ -154,6 +154,12 @@ def test_null_tool_calls_are_none() -> None:
     assert template(CALLS).render([{**turn, "tool_calls": []}]) == "[assistant|A|]"
 
 
+def test_arguments_without_end_are_refused() -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    with pytest.raises(InvalidRequest, match="too deeply"):
+        template(CALLS).render([{"role": "assistant", "tool_calls": [call]}])
+
+
 def test_arguments_that_are_not_json_stay_text() -> None:
     call = {"function": {"name": "f", "arguments": "not json"}}
     turn = {"role": "assistant", "tool_calls": [call]}

@@ -43,7 +43,6 @@ def with_template(single: str) -> tokenizers.Tokenizer:
 def test_fake() -> None:
     tokenizer = load_tokenizer(FAKE)
     assert tokenizer.vocab_size == 259
-    assert tokenizer.eos_ids == (256, 258)
     assert tokenizer.bos_id is None
     assert tokenizer.special_ids == {256, 257, 258}
     assert tokenizer.encode("<|im_start|>é") == [257, 0xC3, 0xA9]
@@ -96,7 +95,6 @@ def test_bos_of_a_folder(tmp_path: Path, single: str, flag: bool | None, ids: li
     assert tokenizer.encode("a") == ids
     assert tokenizer.encode("a", add_special=False) == [97]
     assert tokenizer.encode(tokenizer.decode(ids, skip_special=False)) == ids
-    assert tokenizer.eos_ids == (258,)
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model": {"type": "Nothing"}}'])

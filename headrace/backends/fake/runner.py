@@ -111,6 +111,7 @@ class FakeRunner:
         assert len(self._in_flight) < MAX_IN_FLIGHT, "a third step in flight"
         assert all(t.tokens is not None for t in self._in_flight), "launch before the last finish"
         assert plan.step > self._step, f"step {plan.step} after step {self._step}"
+        assert not plan.draw_at, "the fake runner draws from last positions"
         self._step = plan.step
         ticket = FakeTicket(self, plan, [])
         self._update_tables(plan)

@@ -1,0 +1,154 @@
+"""Settings: layers, sources, and errors that name key, value and place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.cli.main import cli
+from headrace.config import Settings, Source, load, parse_bytes, refuse
+from headrace.errors import ConfigError
+
+
+def toml(folder: Path, text: str) -> Path:
+    file = folder / "headrace.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = toml(tmp_path, "port = 1\nmax-queue = 2\nseed = 3\n")
+    settings, sources = load(
+        {"port": 10}, {"HEADRACE_PORT": "20", "HEADRACE_MAX_QUEUE": "21", "OTHER": "x"}, file
+    )
+    assert (settings.port, settings.max_queue, settings.seed) == (10, 21, 3)
+    assert sources["port"] == Source("flag", "--port")
+    assert sources["max_queue"] == Source("environment", "HEADRACE_MAX_QUEUE")
+    assert sources["seed"] == Source("file", str(file))
+    assert sources["host"] == Source("default", "")
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    file = toml(tmp_path, "port = 1\n")
+    assert load({}, {"HEADRACE_CONFIG": str(file)})[0].port == 1
+    assert load({}, {"HEADRACE_CONFIG": ""})[0] == Settings()
+    other = tmp_path / "other.toml"
+    other.write_text("port = 2\n")
+    assert load({}, {"HEADRACE_CONFIG": str(file)}, other)[0].port == 2
+
+
+def test_words_of_the_environment_take_the_type_of_their_setting() -> None:
+    environ = {
+        "HEADRACE_PREFIX_CACHING": "No",
+        "HEADRACE_MAX_WAIT_S": "0.5",
+        "HEADRACE_MODEL": "7",
+    }
+    settings, _ = load({}, environ)
+    assert (settings.prefix_caching, settings.max_wait_s, settings.model) == (False, 0.5, "7")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"HEADRACE_NO_SUCH": "1"}, ["no_such", "HEADRACE_NO_SUCH"]),
+        ({"HEADRACE_PORT": "eighty"}, ["HEADRACE_PORT", "eighty"]),
+        ({"HEADRACE_PORT": "65536"}, ["port", "65536", "HEADRACE_PORT"]),
+        ({"HEADRACE_RESTART": "perhaps"}, ["HEADRACE_RESTART", "perhaps"]),
+        ({"HEADRACE_STALL_TIMEOUT_S": "nan"}, ["stall_timeout_s", "nan"]),
+        ({"HEADRACE_CONFIG": "/no/such.toml"}, ["/no/such.toml"]),
+    ],
+)
+def test_a_bad_environment_names_the_variable(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, environ)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[server]\nport = 1\n", ["server", "headrace.toml"]),
+        ("[engine]\nport = 1\n", ["engine", "{'port': 1}", "headrace.toml"]),
+        ("port = '80'\n", ["port", "'80'", "headrace.toml"]),
+        ("port = \n", ["headrace.toml", "TOML"]),
+        ("max-queue = 1\nmax_queue = 2\n", ["max_queue", "twice"]),
+    ],
+)
+def test_a_bad_file_names_key_and_file(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, toml(tmp_path, text))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"x\.toml is not TOML"):
+        load({}, {}, file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "param"),
+    [
+        ({"kv_blocks": 1, "kv_memory": "1GiB"}, "kv_blocks"),
+        ({"kv_memory": "much"}, "kv_memory"),
+        ({"api_workers": "0"}, "api_workers"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens"),
+        ({"fake_step_ms": 5.0}, "fake_step_ms"),
+        ({"api_timeout_s": 0.0}, "api_timeout_s"),
+        ({"engine_timeout_s": 0.0}, "engine_timeout_s"),
+        ({"backend": "abacus"}, "backend"),
+        ({"no_such": 1}, "no_such"),
+    ],
+)
+def test_values_that_cannot_be(flags: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags, {})
+    assert caught.value.param == param
+
+
+def test_what_would_be_ignored_is_refused() -> None:
+    refuse(Settings(port=1), "this engine", ("dtype", "threads"))
+    with pytest.raises(ConfigError, match="this engine cannot honour threads = 3") as caught:
+        refuse(Settings(threads=3), "this engine", ("dtype", "threads"))
+    assert caught.value.param == "threads"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1048576", 1048576), ("4GiB", 4 * 2**30), ("1.5 mb", 1_500_000), ("2k", 2000), ("9B", 9)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text, "kv_memory") == size
+
+
+def test_the_command_prints_every_setting_and_hides_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADRACE_SEED", "12")
+    arguments = ["config", "--backend", "fake", "--api-key", "secret-word"]
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    lines = {line.split()[0]: line for line in done.output.splitlines()}
+    assert set(lines) == {"setting", *Settings.__struct_fields__}
+    assert "secret-word" not in done.output
+    assert "environment HEADRACE_SEED" in lines["seed"]
+    assert "flag --backend" in lines["backend"]
+    assert "the fake device runs beside the host" in lines["overlap"]
+    assert "0 -> 8192" in lines["max_model_len"]
+
+
+def test_the_command_says_what_it_cannot_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for arguments, why in (
+        ([], "the model is not on this machine yet"),
+        (["/no/such.gguf"], "/no/such.gguf"),
+    ):
+        done = CliRunner().invoke(cli, ["config", *arguments], catch_exceptions=False)
+        assert done.exit_code == 0
+        (line,) = [line for line in done.output.splitlines() if line.startswith("kv_blocks")]
+        assert why in line
