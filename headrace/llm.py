@@ -20,8 +20,9 @@ from typing import Any, Self, cast
 import msgspec
 
 from headrace import config, launch
-from headrace.errors import ContextTooLong, EngineDead, InvalidRequest, by_code
-from headrace.messages import Abort, Done, End, Finish, Reason, Sampling, Submit
+from headrace.asked import output_tokens, sampling
+from headrace.errors import EngineDead, InvalidRequest, by_code
+from headrace.messages import Abort, Done, End, Finish, Reason, Submit
 from headrace.params import SamplingParams
 from headrace.progress import Bar
 from headrace.sources.card import read_card
@@ -233,8 +234,14 @@ class LLM:
         submit = Submit(
             handle=next(self._handles),
             prompt=prompt,
-            max_tokens=self._max_tokens(at, len(prompt), params.max_tokens or default, param),
-            sampling=self._sampling(params),
+            max_tokens=output_tokens(
+                self.info, len(prompt), params.max_tokens or default, param, what=f"prompt {at}"
+            ),
+            sampling=sampling(
+                params,
+                self._card,
+                self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            ),
             stop_ids=sorted(stop_ids),
             n=params.n,
             priority=params.priority,
@@ -268,32 +275,6 @@ class LLM:
                     f"stop_token_ids: {token} is not in [0, {self.info.vocab_size})",
                     param="stop_token_ids",
                 )
-
-    def _max_tokens(self, at: int, prompt_tokens: int, asked: int | None, param: str) -> int:
-        room = self.info.max_model_len - prompt_tokens
-        if room < 1 or (asked or 1) > room:
-            raise ContextTooLong(
-                f"prompt {at} has {prompt_tokens} tokens and asks for {asked or 1} more, but the "
-                f"engine holds {self.info.max_model_len} tokens in all",
-                param=param,
-            )
-        return asked or room
-
-    def _sampling(self, params: SamplingParams) -> Sampling:
-        """The caller's values, else the model's own, else OpenAI's."""
-
-        def first(*values: float | None) -> float:
-            return next(value for value in values if value is not None)
-
-        card = self._card
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        return Sampling(
-            temperature=first(params.temperature, card.temperature, 1.0),
-            top_k=max(0, int(first(params.top_k, card.top_k, 0))),
-            top_p=first(params.top_p, card.top_p, 1.0),
-            min_p=first(params.min_p, card.min_p, 0.0),
-            seed=seed,
-        )
 
     # ------------------------------------------------------------ running them
 
@@ -364,25 +345,17 @@ class LLM:
         job.tokens += len(tokens)
         if at.ended:
             return
+        heard = at.text.hear(tokens, end)
         at.completion.token_ids += tokens
-        stopped = end is not None and end.stop_id >= 0
-        piece = at.text.feed(tokens[:-1] if stopped else tokens)
-        text = piece.text
-        if piece.stop_at is not None:
+        if heard.finish is not None:
             at.ended = True
-            at.completion.finish_reason = "stop"
-            del at.completion.token_ids[piece.stop_at :]
-            if end is None:
-                self._engine.finish(OWNER, Finish(job.submit.handle, choice, piece.stop_at))
-        elif end is not None:
-            at.ended = True
-            text += at.text.end(end.stop_id)
-            # Bytes that were held back may complete a stop string.
-            matched = end.reason == "length" and at.text.matched is not None
-            at.completion.finish_reason = "stop" if matched else end.reason
-        at.completion.text += text
-        if choice == 0 and text:
-            job.fresh.append(text)
+            at.completion.finish_reason = heard.finish
+            del at.completion.token_ids[at.text.n_tokens :]
+        if heard.overrun:
+            self._engine.finish(OWNER, Finish(job.submit.handle, choice, at.text.n_tokens))
+        at.completion.text += heard.text
+        if choice == 0 and heard.text:
+            job.fresh.append(heard.text)
 
     def _settle(self, done: Done) -> _Job | None:
         """The request's one terminal message. Returns the job if it must be submitted again."""

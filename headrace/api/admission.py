@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.api.schemas import MAX_N, Generation
 from headrace.api.service import Service
-from headrace.errors import ContextTooLong, InvalidRequest, ShuttingDown
+from headrace.errors import InvalidRequest, ShuttingDown
 from headrace.messages import EngineInfo
 
 
@@ -31,18 +31,3 @@ def admit(service: Service, request: Generation) -> EngineInfo:
                 f"stop_token_ids: {token} is not in [0, {info.vocab_size})", param="stop_token_ids"
             )
     return info
-
-
-def output_limit(info: EngineInfo, prompt_tokens: int, asked: int | None, param: str) -> int:
-    """max_tokens of one prompt: what was asked, or the rest of the context.
-
-    Raises ContextTooLong with both numbers when they do not fit.
-    """
-    room = info.max_model_len - prompt_tokens
-    if room < 1 or (asked or 1) > room:
-        raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and {asked or 1} more are asked for, but this "
-            f"server holds {info.max_model_len} tokens in all",
-            param=param,
-        )
-    return asked or room

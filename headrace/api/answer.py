@@ -16,14 +16,13 @@ FinishReason = Literal["stop", "length"]
 
 
 class Choice:
-    """One choice: its text machine, its token count, and how it ended."""
+    """One choice: its text machine (which counts its tokens), and how it ended."""
 
-    __slots__ = ("finish", "index", "stop_reason", "text", "tokens")
+    __slots__ = ("finish", "index", "stop_reason", "text")
 
     def __init__(self, index: int, text: ChoiceText) -> None:
         self.index = index
         self.text = text
-        self.tokens = 0  # what usage counts: up to and including the stop token or stop string
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None  # the stop string or stop_token_ids entry
 
@@ -59,36 +58,16 @@ class Answer:
         choice = self.choices[delta.index]
         if choice.ended:  # the overrun of a stop string
             return ""
-        tokens, end = delta.tokens, delta.end
-        stop_id = end.stop_id if end is not None else -1
-        if stop_id >= 0 and tokens and tokens[-1] == stop_id:
-            tokens = tokens[:-1]
-        text = ""
-        if tokens:
-            piece = choice.text.feed(tokens)
-            choice.tokens += len(tokens)
-            text = piece.text
-            if piece.stop_at is not None:
-                choice.tokens = piece.stop_at
-                choice.finish, choice.stop_reason = "stop", choice.text.matched
-                if end is None:
-                    self.stream.finish(choice.index, piece.stop_at)
-                return text
-        if end is not None:
-            text += self._end(choice, end.reason, stop_id)
-        return text
-
-    def _end(self, choice: Choice, reason: str, stop_id: int) -> str:
-        if reason not in ("stop", "length"):  # no answer: the Done's error, or `check`, says so
-            return ""
-        text = choice.text.end(stop_id)
-        choice.tokens += stop_id >= 0
-        choice.finish = "stop" if reason == "stop" else "length"
-        if choice.text.matched is not None:  # completed by bytes that were held back
-            choice.finish, choice.stop_reason = "stop", choice.text.matched
-        elif stop_id >= 0 and stop_id not in self._eos_ids:
-            choice.stop_reason = stop_id
-        return text
+        heard = choice.text.hear(delta.tokens, delta.end)
+        if heard.overrun:
+            self.stream.finish(choice.index, choice.text.n_tokens)
+        if heard.finish in ("stop", "length"):  # else the Done's error, or `check`, says so
+            choice.finish = heard.finish
+            choice.stop_reason = choice.text.matched
+            stop_id = delta.end.stop_id if delta.end is not None else -1
+            if choice.stop_reason is None and stop_id >= 0 and stop_id not in self._eos_ids:
+                choice.stop_reason = stop_id
+        return heard.text
 
     async def collect(self) -> list[str]:
         """Wait for everything: the whole text of each choice. Raises what ended it early."""
@@ -115,7 +94,7 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage: the same numbers whether streamed or not."""
         prompt_tokens = self.prepared.prompt_tokens
-        output_tokens = sum(choice.tokens for choice in self.choices)
+        output_tokens = sum(choice.text.n_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,

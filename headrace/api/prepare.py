@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.api.admission import output_limit
 from headrace.api.schemas import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -20,9 +19,10 @@ from headrace.api.schemas import (
     Tokenize,
 )
 from headrace.api.service import Service
+from headrace.asked import output_tokens, sampling
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
-from headrace.messages import EngineInfo, Sampling
+from headrace.messages import EngineInfo
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
 INLINE_BYTES = 2048  # longer bodies are rendered and tokenised in a thread
@@ -212,12 +212,15 @@ def _prepared(
     stop_ids = list(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_ids = sorted({*stop_ids, *service.eos_ids})
-    sampling = _sampling(service, request)
     jobs = [
         Job(
             prompt=prompt,
-            max_tokens=output_limit(info, len(prompt), limit, param),
-            sampling=sampling if request.seed is not None else _reseed(service, sampling),
+            max_tokens=output_tokens(info, len(prompt), limit, param),
+            sampling=sampling(
+                request,
+                service.card,
+                service.draw_seed() if request.seed is None else request.seed,
+            ),
             stop_ids=stop_ids,
             n=n,
             priority=request.priority or 0,
@@ -234,26 +237,6 @@ def _prepared(
         include_stop=bool(request.include_stop_str_in_output),
         echo=echo,
     )
-
-
-def _sampling(service: Service, request: Generation) -> Sampling:
-    """The request's value, else the model's own default, else OpenAI's."""
-    card = service.card
-
-    def first(*values: float | None) -> float:
-        return next(value for value in values if value is not None)
-
-    return Sampling(
-        temperature=first(request.temperature, card.temperature, 1.0),
-        top_k=max(0, int(first(request.top_k, card.top_k, 0))),
-        top_p=first(request.top_p, card.top_p, 1.0),
-        min_p=first(request.min_p, card.min_p, 0.0),
-        seed=(request.seed or 0) % 2**64,
-    )
-
-
-def _reseed(service: Service, sampling: Sampling) -> Sampling:
-    return msgspec.structs.replace(sampling, seed=service.draw_seed())
 
 
 def _text(content: str | list[dict[str, Any]] | None, where: str) -> str | None:

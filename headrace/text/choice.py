@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.messages import End, Reason
 from headrace.text.detokenizer import detokenizer
 from headrace.text.stops import StopStrings
 from headrace.text.tokenizer import Tokenizer
@@ -18,6 +19,16 @@ class Piece(msgspec.Struct, frozen=True):
 
     text: str
     stop_at: int | None = None
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """What one `hear` gives. `finish`: the choice ended with this news, and why. `overrun`: a stop
+    string ended it before the engine did: tell the engine to finish after `n_tokens` tokens.
+    """
+
+    text: str
+    finish: Reason | None = None
+    overrun: bool = False
 
 
 class ChoiceText:
@@ -69,6 +80,22 @@ class ChoiceText:
             if stops.matched is not None:
                 self.stop_at = self.n_tokens
         return Piece("".join(out), self.stop_at)
+
+    def hear(self, tokens: Sequence[int], end: End | None) -> Heard:
+        """News of a choice that has not ended: its next tokens, and how it ended if it did.
+
+        The last of `tokens` is the stop token if one ended it. Call no more after a `finish`.
+        """
+        stop_id = end.stop_id if end is not None else -1
+        piece = self.feed(tokens[:-1] if stop_id >= 0 else tokens)
+        if piece.stop_at is not None:
+            return Heard(piece.text, "stop", overrun=end is None)
+        if end is None:
+            return Heard(piece.text)
+        text = piece.text + self.end(stop_id)
+        # Bytes that were held back may complete a stop string.
+        cut = end.reason == "length" and self.matched is not None
+        return Heard(text, "stop" if cut else end.reason)
 
     def flush(self) -> str:
         """What was held back: call once, when the choice ended without a stop token."""

@@ -60,7 +60,7 @@ def test_a_stop_string_over_several_deltas() -> None:
     assert "".join(texts) == "hel"
     assert wire.sent == [("finish", 0, 0, 7)]
     choice = answer.choices[0]
-    assert (choice.finish, choice.stop_reason, choice.tokens) == ("stop", "lo w", 7)
+    assert (choice.finish, choice.stop_reason, choice.text.n_tokens) == ("stop", "lo w", 7)
     assert answer.feed(Delta(0, list(b"more"), end("stop"))) == ""
     assert answer.usage()["completion_tokens"] == 7
 
@@ -81,7 +81,7 @@ def test_stop_ids(stop_id: int, include: bool, text: str, reason: int | None) ->
     answer, _, _ = make(include_stop=include)
     assert answer.feed(Delta(0, [97, 98, stop_id], end("stop", stop_id))) == text
     choice = answer.choices[0]
-    assert (choice.finish, choice.stop_reason, choice.tokens) == ("stop", reason, 3)
+    assert (choice.finish, choice.stop_reason, choice.text.n_tokens) == ("stop", reason, 3)
 
 
 def test_half_a_character_at_the_limit_is_one_replacement() -> None:
