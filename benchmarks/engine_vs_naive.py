@@ -11,7 +11,7 @@ Four runs, each a server of its own on the same model:
 
 Writes JSON, a Markdown table and a plot of four panels for each of the two workloads into
 benchmarks/results/. A naive level takes as long as its requests one after another, whatever the
-level: `--naive-requests` sends it fewer (the table says how many).
+level: `--naive-requests` sends it fewer (the table says how many), never fewer than a level holds at once.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def write(part: str, reports: Sequence[Report], out: Path) -> None:
 @click.option("--levels", type=Levels(), default="1,4,8,16,32,64", show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="a level")
 @click.option("--naive-requests", type=click.IntRange(1), default=None, help="default: --requests")
+@click.option("--naive-only", is_flag=True, help="measure the naive engine alone")
 @click.option("--max-tokens", type=click.IntRange(1), default=75, show_default=True)
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--only", type=click.Choice(sorted(TITLES)), help="one of the two workloads")
@@ -141,6 +142,7 @@ def main(
     levels: tuple[int, ...],
     requests: int,
     naive_requests: int | None,
+    naive_only: bool,
     max_tokens: int,
     prompt_tokens: int,
     only: str | None,
@@ -152,7 +154,7 @@ def main(
     """Measure the naive engine and headrace on the same model, and write what came of it."""
     for part in [only] if only else list(TITLES):
         reports = []
-        for run in (run for run in RUNS if run.part == part):
+        for run in (run for run in RUNS if run.part == part and (run.naive or not naive_only)):
             count = (naive_requests or requests) if run.naive else requests
             base = Workload(requests=count, max_tokens=max_tokens, prompt_tokens=prompt_tokens)
             flags = ("--dtype", naive_dtype if run.naive else dtype)

@@ -191,6 +191,8 @@ async def measure(
 ) -> list[Level]:
     """Run every level in turn. `warmup` requests go ahead of the first, uncounted.
 
+    A level gets at least as many requests as it holds at once: with fewer it would be another.
+
     `pid` is the root of the server's process tree, for its CPU use. Raises EngineError when the
     warm-up fails: a server that answers nothing is not worth a measurement.
     """
@@ -204,7 +206,9 @@ async def measure(
             if record.error:
                 raise EngineError(f"{target.url}: the warm-up request failed: {record.error}")
         for concurrency in levels:
-            bodies = workload.bodies(target.model, f"level {concurrency}")
+            enough = max(workload.requests, concurrency)
+            filled = msgspec.structs.replace(workload, requests=enough)
+            bodies = filled.bodies(target.model, f"level {concurrency}")
             async with measured(meter) as cores:
                 records = await closed_loop(session, target, workload.path(), bodies, concurrency)
             done.append(
