@@ -11,7 +11,8 @@ Four runs, each a server of its own on the same model:
 
 Writes JSON, a Markdown table and a plot of four panels for each of the two workloads into
 benchmarks/results/. A naive level takes as long as its requests one after another, whatever the
-level: `--naive-requests` sends it fewer (the table says how many), never fewer than a level holds at once.
+level: `--naive-requests` sends it fewer (the table says how many), though never fewer than the
+level holds at once.
 """
 
 from __future__ import annotations
