@@ -100,6 +100,7 @@ def fill_rows(server: Server) -> list[socket.socket]:
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("stage", ["streaming", "before the first token", "whole", "queued"])
 def test_leaving_aborts(server: Server, stage: str, hard: bool) -> None:
+    """B076, B077."""
     server.wait_idle()
     before = aborts(server)
     crowd = fill_rows(server) if stage == "queued" else []
@@ -161,6 +162,7 @@ def test_silence_is_filled_with_comments(server: Server) -> None:
 
 
 def test_a_client_that_reads_nothing_is_cut_and_others_are_not_held_up(server: Server) -> None:
+    """B083."""
     server.wait_idle()
     before = aborts(server)
     fat = {**LONG, "n": 3, "stream": True}

@@ -171,6 +171,8 @@ def test_zero_temperature_and_its_equals(server: Server) -> None:
 
 
 def test_cached_tokens_are_told_in_both_modes(server: Server) -> None:
+    """B088."""
+
     def cached(salt: str | None, streamed: bool) -> int:
         body = {"prompt": "shared " * 40, "max_tokens": 2, "cache_salt": salt}
         if streamed:
@@ -329,6 +331,7 @@ def test_a_prompt_that_never_fits_names_both_numbers(server: Server) -> None:
 
 
 def test_refused_requests_leave_nothing_behind(server: Server) -> None:
+    """B048."""
     for _ in range(50):
         assert server.post(TEXT, {"prompt": "y" * 5000})[0] == 400
     server.wait_idle()

@@ -155,6 +155,7 @@ def test_a_stopped_engine_is_found_and_forgets_what_nobody_waits_for() -> None:
 
 
 def test_long_steps_are_no_illness() -> None:
+    """B082: a long prefill fails no probe."""
     with Server(fake_step_ms=4500.0, engine_timeout_s=3.5) as server:
         with ThreadPoolExecutor(1) as pool:
             body = {"prompt": "x", "max_tokens": 1}
