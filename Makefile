@@ -31,7 +31,7 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'on Debian: apt install python3-venv' >&2; exit 1; }
 
 $(VENV)/.serve: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e .

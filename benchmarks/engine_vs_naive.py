@@ -98,7 +98,7 @@ def measure_run(
             torch=importlib.metadata.version("torch"),
             transformers=importlib.metadata.version("transformers"),
             command="serve " + " ".join(arguments),
-            start="; ".join(" ".join(line.split()) for line in lines),
+            start="; ".join(" ".join(x.split()) for x in lines if "model files" not in x),
         ),
     )
 

@@ -1,5 +1,5 @@
 """Settings of `headrace serve`: one table from which flags, HEADRACE_* variables, the TOML file,
-`headrace config` and the docs are made. Frozen; every value knows where it came from.
+`headrace config` and the help texts are made. Frozen; every value knows where it came from.
 
 Order: flag, then environment, then TOML file (--config, or HEADRACE_CONFIG), then default. An
 unknown key or a bad value raises `ConfigError` with key, value and source. `auto` values are

@@ -35,7 +35,8 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
 
     resolve_backend(settings)  # refuse what cannot run before anything is downloaded
     fake = settings.backend == "fake" and not settings.model
-    files = FAKE if fake else resolve(settings.model, say=say)
+    weights = settings.load_format != "dummy"
+    files = FAKE if fake else resolve(settings.model, say=say, weights=weights)
     if not settings.served_model_name:
         return files
     return ModelFiles(settings.served_model_name, files.kind, files.path)

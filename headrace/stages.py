@@ -1,4 +1,4 @@
-"""The eleven stages of a request, as data. Metrics, README and the layout test read it."""
+"""The eleven stages of a request, as data. The layout test and README's test read it."""
 
 from __future__ import annotations
 

@@ -28,11 +28,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant": BASE,
     "text": BASE | {"sources", "observe"},
     "engine": BASE | {"kv", "observe"},
-    "backends": BASE | {"kernels"},
-    "kernels": BASE,
-    "models": BASE | {"sources", "quant", "kernels", "backends"},
+    "backends": BASE,
+    "models": BASE | {"sources", "quant", "backends"},
     "sampling": BASE,
-    "runner": BASE | {"models", "sampling", "sources", "quant", "kernels", "backends", "observe"},
+    "runner": BASE | {"models", "sampling", "sources", "quant", "backends", "observe"},
     "api": BASE | {"text", "engine", "sources", "observe", "asked"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors"},
@@ -45,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"llm", "params"},
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
-NO_TORCH = {"gateway", "api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
+NO_TORCH = {"api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
 NO_TORCH |= {"config", "stages", "backends/fake", "backends/choose"}
 
 

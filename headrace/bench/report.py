@@ -35,7 +35,7 @@ def conditions(**more: str) -> dict[str, str]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _processor(),
         "cores": str(cores()),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "python": platform.python_version(),
         "headrace": __version__,
         **more,

@@ -38,7 +38,7 @@ class _Lazy(click.Group):
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(headrace.__version__, prog_name="headrace")
 def cli() -> None:
-    """An LLM inference server: gateway, engine, and the instruments to see every stage."""
+    """An LLM inference server behind OpenAI's HTTP API."""
 
 
 def main() -> None:

@@ -67,11 +67,13 @@ def _whole(repo: str, folder: Path) -> bool:
     return _mark(repo, folder).exists() and missing_file(folder) is None
 
 
-def missing_file(folder: Path) -> str | None:
+def missing_file(folder: Path, *, weights: bool = True) -> str | None:
     """The first file without which `folder` is no model: config, tokenizer, every weight shard."""
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).exists():
             return name
+    if not weights:
+        return None
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return None if any(folder.glob("*.safetensors")) else "model.safetensors"
@@ -113,7 +115,7 @@ def _download(repo: str, options: Mapping[str, Any]) -> Path:
         raise DownloadError(
             f"could not download hf:{repo}: {type(error).__name__}: {reason[0] if reason else ''}. "
             "Starting again resumes; with a full copy in the cache set HF_HUB_OFFLINE=1, or give "
-            "the folder's path as --model"
+            "the folder's path instead: `headrace serve FOLDER`"
         ) from None
     wanted = [n for n in names if any(fnmatch(n, pattern) for pattern in PATTERNS)]
     if lost := [name for name in wanted if not (folder / name).exists()]:

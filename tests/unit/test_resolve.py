@@ -1,4 +1,4 @@
-"""What may stand after --model."""
+"""What may stand as MODEL."""
 
 from __future__ import annotations
 

