@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -156,7 +157,10 @@ def run_server(settings: Settings) -> int:
     from headrace.supervisor import Supervisor
 
     def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:  # whoever read it is gone: go on in silence, also at the exit's flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
     begun = time.perf_counter()
     files = find_model(settings, say)

@@ -104,7 +104,10 @@ class Supervisor:
     def _start(self, name: str, entry: Callable[..., None], *args: Any) -> mp.process.BaseProcess:
         full_name = f"headrace-{name}"
         process = _spawn.Process(
-            target=_child, args=(os.getpid(), full_name, entry, *args), name=full_name
+            target=_child,
+            args=(os.getpid(), full_name, entry, *args),
+            name=full_name,
+            daemon=True,  # should `_stop` be cut short, the exit ends it instead of waiting for it
         )
         process.start()
         return process

@@ -62,15 +62,7 @@ class ServeProcess:
     @property
     def children(self) -> dict[str, int]:
         """Name -> pid of its processes: headrace-engine, headrace-api-0, ..."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            except OSError:
-                continue
-            if int(rest.split()[1]) == self.process.pid:
-                found[name] = int(stat.parent.name)
-        return found
+        return children(self.process.pid)
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body."""
@@ -115,3 +107,16 @@ class ServeProcess:
         self._reader.join(10)
         assert self.process.stderr is not None, "stderr is a pipe"
         self.process.stderr.close()
+
+
+def children(parent: int) -> dict[str, int]:
+    """Name -> pid of the processes that `parent` started."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        if int(rest.split()[1]) == parent:
+            found[name] = int(stat.parent.name)
+    return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.serve_process import ServeProcess
+from tests.e2e.serve_process import ServeProcess, children
 
 FAKE = ("--backend", "fake")
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
@@ -154,6 +156,22 @@ def test_nothing_survives_a_killed_supervisor() -> None:
         pids = list(server.children.values())
         server.process.kill()
         all_gone(pids)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_stops_clean_when_nobody_reads_what_it_says(signals: int) -> None:
+    """The terminal, or the program that started it, is gone: a broken pipe stops no stop."""
+    command = [sys.executable, "-m", "headrace.cli.main", "serve", "--port", "0", *FAKE]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    while "ready in" not in process.stderr.readline():
+        assert process.poll() is None
+    pids = children(process.pid)
+    process.stderr.close()
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    all_gone(list(pids.values()))
 
 
 @pytest.mark.parametrize(
