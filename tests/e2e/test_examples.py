@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -139,6 +140,8 @@ def test_ctrl_c_in_the_terminal_stops_the_answer_and_not_the_chat() -> None:
         stdout=theirs,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # A shell starts background jobs with SIGINT ignored, and a terminal does not.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     assert chat.stderr is not None
