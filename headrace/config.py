@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     overlap: Literal["auto", "on", "off"] = "auto"
     api_workers: str = "auto"
     api_key: str = ""
-    api_timeout_s: SomeSeconds = 10.0
+    api_timeout_s: Annotated[float, Meta(ge=3)] = 10.0  # several beats: one comes each second
     engine_timeout_s: SomeSeconds = 10.0
     shutdown_timeout_s: Seconds = 30.0
     stall_timeout_s: Seconds = 60.0

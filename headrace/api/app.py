@@ -37,6 +37,7 @@ def create_app(service: Service, exchanges: Exchanges) -> Edge:
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         await service.client.start()
+        await service.client.first_pulse()
         sweep = asyncio.create_task(exchanges.sweep())
         try:
             yield

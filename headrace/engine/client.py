@@ -41,6 +41,7 @@ INBOX = "engine.ipc"
 PULSE = "pulse.ipc"
 BEAT_S = 1.0
 TICK_S = 0.25
+FIRST_TICK_S = 0.02
 FRESH_S = 3.0  # a pulse older than this makes /health and /ready fail
 BURST = 64  # engine messages handled before other tasks get the loop
 BACKLOG_TOKENS = 65_536  # tokens a stream may hold that nobody takes
@@ -243,6 +244,17 @@ class EngineClient:
         self._loop.add_reader(self._fd, self._readable)
         self._tick_task = asyncio.create_task(self._tick())
 
+    async def first_pulse(self, timeout_s: float = FRESH_S) -> None:
+        """Wait until the engine process was heard, or for `timeout_s`.
+
+        It pulses from its first moment on, so a process that joins a running server knows the
+        engine before it takes a request.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self._pulse is None and time.monotonic() < deadline_s:
+            await asyncio.sleep(FIRST_TICK_S)
+            self._read_pulses()
+
     async def close(self) -> None:
         """Abort everything and disconnect."""
         assert self._tick_task is not None, "close() before start()"
@@ -281,6 +293,8 @@ class EngineClient:
 
     def require(self) -> EngineInfo:
         """The engine's facts. Raises EngineDead or NotReady when nothing can be submitted."""
+        if self.info is None:
+            self._read_pulses()  # the one that says ready may have come since the last tick
         if self.state == "dead":
             raise EngineDead("the engine process does not answer")
         if self.info is None:

@@ -183,7 +183,7 @@ def test_a_killed_http_process_frees_its_requests_and_comes_back() -> None:
 
 
 def test_a_stopped_http_process_loses_its_requests_and_nobody_elses() -> None:
-    with Server(workers=2, fake_step_ms=5.0, api_timeout_s=1.0) as server:
+    with Server(workers=2, fake_step_ms=5.0, api_timeout_s=3.0) as server:
         first, second = server.apis
         second.send_signal(signal.SIGSTOP)
         stream = Open(
