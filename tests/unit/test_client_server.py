@@ -180,9 +180,10 @@ async def test_nothing_is_taken_while_the_model_loads(folder: Path) -> None:
 async def test_a_long_step_neither_stops_the_pulse_nor_drops_anyone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "FRESH_S", 0.6)
-    engine = ScriptedEngine(pause_s=1.2)
-    with Running(folder, engine, api_timeout_s=0.5):
+    # Both limits are longer than the gaps between beats and pulses, and shorter than a step.
+    monkeypatch.setattr(client_module, "FRESH_S", 1.5)
+    engine = ScriptedEngine(pause_s=2.0)
+    with Running(folder, engine, api_timeout_s=1.5):
         async with connected(folder) as client:
             states = set()
             task = asyncio.create_task(collect(client.submit([Job([1], 2)])))
