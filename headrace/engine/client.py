@@ -293,7 +293,7 @@ class EngineClient:
 
     def require(self) -> EngineInfo:
         """The engine's facts. Raises EngineDead or NotReady when nothing can be submitted."""
-        if self.info is None:
+        if self.info is None and self._tick_task is not None:  # started
             self._read_pulses()  # the one that says ready may have come since the last tick
         if self.state == "dead":
             raise EngineDead("the engine process does not answer")
