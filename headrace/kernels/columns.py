@@ -1,0 +1,25 @@
+"""The columns of one step on the device: one entry a token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StepColumns:
+    """Token t is its own query: it attends to positions 0..positions[t] of its sequence.
+
+    rows [T] int32       device row of the token's sequence
+    positions [T] int32  the token's position in it
+    writes [T] int32     1: store its K and V; 0: the cache has them
+    tables [rows, width] int32   block ids of every device row
+
+    Padding: the spare row (the last one of `tables`, all spare blocks), position 0, writes 0.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    writes: Tensor
+    tables: Tensor

@@ -1,0 +1,46 @@
+"""Programmatic dependent launch: a kernel's programs start while the kernel before still drains.
+
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
+Rules for a kernel launched with `launch_pdl=True`:
+  every program calls `release` first, so that the next kernel may start early;
+  every program calls `wait` before it reads what another kernel of the step wrote, and before it
+  writes anything: then all kernels before have ended, not only the last one;
+  no program ends before `wait`. Before it only what never changes (weights) may be touched.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def release(PDL: tl.constexpr) -> None:
+    """Let the next kernel's programs start as soon as there is room for them."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr) -> None:
+    """Until every kernel before this one has ended and its writes are seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+def supported(device: torch.device) -> bool:
+    """Whether the device has it: compute capability 9.0 on."""
+    if INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(pdl: bool) -> dict[str, Any]:
+    """Keyword arguments of a launch: the kernel's PDL switch and the launch attribute."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
