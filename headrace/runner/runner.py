@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.attention import Scratch, StepAttention
 from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.ops import TorchOps
 from headrace.engine.protocol import Capacity
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
@@ -136,11 +137,12 @@ class TorchRunner:
             plan.unwritten,
         )
         ids = self._rows.ids(plan.rows, plan.ids)
-        hidden = self._model(ids, step.positions, step.attend)
+        ops = TorchOps(ids, step, self._model.rotary(step.positions, self._model.dtype))
+        hidden = self._model(ops)
         if not plan.draw_from:
             return None
         lasts = list(accumulate(plan.counts))
-        return self._model.logits(hidden[[lasts[i] - 1 for i in _sources(plan)]])
+        return self._model.logits(hidden[[lasts[i] - 1 for i in _sources(plan)]], ops)
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:
