@@ -15,6 +15,32 @@ from headrace.engine.stats import EngineStats
 from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
 
 
+class StepCost(msgspec.Struct, frozen=True):
+    """A model of the time of one step on one device, in seconds; measured, not guessed.
+
+    Matrix products take `token_s` a token, paid in whole tiles, but never less than `floor_s`, in
+    which the weights are read; the rest takes `base_s`. Attention takes `pair_s` for each pair of a
+    prefill token and a token that it sees, and `read_s` for each token that a decode row reads.
+    """
+
+    floor_s: float
+    token_s: float
+    base_s: float
+    pair_s: float
+    read_s: float
+    tile: int  # tokens, at least 1
+
+    def seconds(self, tokens: int, pairs: float, reads: int) -> float:
+        """Time of a step of `tokens` tokens; never falls when an argument rises.
+
+        pairs: the sum over prefill rows of count * (start + count / 2); reads: the sum of the
+        contexts of decode rows.
+        """
+        padded = -(-tokens // self.tile) * self.tile
+        products_s = max(self.floor_s, self.token_s * padded)
+        return products_s + self.base_s + self.pair_s * pairs + self.read_s * reads
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """What a loaded runner offers; facts, not settings."""
 
@@ -23,6 +49,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_rows: int  # device rows: sequences that can run at once
     max_model_len: int  # tokens of one sequence, prompt and output
     vocab_size: int  # draws are always < vocab_size (padding of the output layer is masked)
+    cost: StepCost | None = None  # None: the time of a step is not known beforehand
 
 
 class Ticket(Protocol):

@@ -50,12 +50,13 @@ class Facts(msgspec.Struct, frozen=True):
 def load_runner(
     settings: Settings, files: ModelFiles, report: Report
 ) -> tuple[TorchRunner, LoadInfo]:
-    """Load the model and make its KV cache; `report` hears of each phase.
+    """Load the model and make its KV cache; `report` hears of each phase. Needs settled settings.
 
     Raises ConfigError (a setting that cannot be met) or ModelError (files that cannot be run).
     """
     if settings.backend not in ("auto", "cpu"):
         raise ConfigError(f"backend = {settings.backend}: this runner has cpu", param="backend")
+    assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
     threads = settings.threads or device.cores()
     torch.set_num_threads(threads)
     with _phase("read the model's config", report):

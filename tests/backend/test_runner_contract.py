@@ -27,10 +27,12 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeRunner]:
     folder = tmp_path_factory.mktemp("contract")
     tiny_model("llama-gqa", folder)
     settings = Settings(
+        backend="cpu",
         dtype="float32",
         kv_blocks=BLOCKS,
         block_size=BLOCK_SIZE,
         max_num_seqs=ROWS,
+        max_num_batched_tokens=64,
         max_model_len=MAX_MODEL_LEN,
         threads=1,
     )

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
+from headrace.backends.choose import settled
 from headrace.config import Settings
 from headrace.errors import ModelError
 from headrace.models.registry import module_of
@@ -228,7 +229,7 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path, architecture: str) -> 
     assert torch.equal(once["norm.weight"], torch.ones(32))
     assert 0.01 < float(once["blocks.0.qkv.weight"].std()) < 0.03
     assert ("blocks.0.qkv.bias" in once) == (architecture == "Qwen2ForCausalLM")
-    settings = Settings(load_format="dummy", kv_blocks=4)
+    settings = settled(Settings(backend="cpu", load_format="dummy", kv_blocks=4))
     runner, info = load_runner(settings, files, lambda phase, seconds: None)
     assert info.capacity.max_model_len == 64
     runner.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.choose import settled
 from headrace.bench.naive_model import hf_model
 from headrace.config import Settings
 from headrace.messages import Join, Output, Sampling
@@ -34,7 +35,7 @@ Trio = tuple[Any, TorchRunner, list[list[int]]]
 @pytest.fixture(scope="module")
 def trio(default_model: ModelFiles) -> Iterator[Trio]:
     """The oracle, our runner, and the prompts."""
-    settings = Settings(dtype="float32", kv_blocks=300, max_num_seqs=32)
+    settings = settled(Settings(backend="cpu", dtype="float32", kv_blocks=300, max_num_seqs=32))
     runner, info = load_runner(settings, default_model, lambda phase, seconds: None)
     assert info.spec.tied
     tokenizer = load_tokenizer(default_model)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.choose import settled
 from headrace.bench.naive_model import hf_model
 from headrace.config import Settings
 from headrace.models.registry import module_of
@@ -21,7 +22,7 @@ from headrace.sources.files import ModelFiles
 from tests.golden.reference import agree, greedy, tiny_model
 from tests.golden.stepping import Job, generate
 
-SETTINGS = Settings(dtype="float32", kv_blocks=60, block_size=8, threads=1)
+SETTINGS = settled(Settings(backend="cpu", dtype="float32", kv_blocks=60, block_size=8, threads=1))
 
 
 def interleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

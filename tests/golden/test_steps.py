@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.backends.choose import settled
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Settings
 from headrace.errors import EngineError
@@ -23,7 +24,9 @@ from tests.golden.reference import tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan, run
 
 BLOCK = 8
-SETTINGS = Settings(dtype="float32", kv_blocks=128, max_num_seqs=24, block_size=BLOCK, threads=1)
+SETTINGS = Settings(
+    backend="cpu", dtype="float32", kv_blocks=128, max_num_seqs=24, block_size=BLOCK, threads=1
+)
 KNOWN_IDS = 97  # the tokenizer's, of 131 rows
 
 
@@ -47,7 +50,8 @@ def runner(folder: Path) -> Iterator[TorchRunner]:
 
 
 def load(folder: Path, settings: Settings = SETTINGS) -> TorchRunner:
-    return load_runner(settings, ModelFiles("steps", "hf", folder), lambda phase, seconds: None)[0]
+    files = ModelFiles("steps", "hf", folder)
+    return load_runner(settled(settings), files, lambda phase, seconds: None)[0]
 
 
 @pytest.fixture
@@ -305,7 +309,13 @@ def test_a_step_without_rows_applies_its_deltas(runner: TorchRunner) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_runs(folder: Path, dtype: str) -> None:
-    settings = Settings(dtype=dtype, kv_blocks=64, block_size=BLOCK, threads=1)  # type: ignore[arg-type]
+    settings = Settings(
+        backend="cpu",
+        dtype=dtype,  # type: ignore[arg-type]
+        kv_blocks=64,
+        block_size=BLOCK,
+        threads=1,
+    )
     runner = load(folder, settings)
     jobs = [Job(ids(n, seed=n), 6, chunk=5) for n in (3, 9, 30)]
     assert all(0 <= token < KNOWN_IDS for out in generate(runner, jobs) for token in out)

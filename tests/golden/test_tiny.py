@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.choose import settled
 from headrace.config import Settings
 from headrace.messages import Join, StepPlan
 from headrace.runner.build import load_runner
@@ -17,7 +18,11 @@ from headrace.runner.runner import TorchRunner
 from tests.golden.reference import TINY, agree, greedy, tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan
 
-SETTINGS = Settings(dtype="float32", kv_blocks=160, max_num_seqs=24, block_size=8, threads=1)
+SETTINGS = settled(
+    Settings(
+        backend="cpu", dtype="float32", kv_blocks=160, max_num_seqs=24, block_size=8, threads=1
+    )
+)
 Pair = tuple[Any, TorchRunner]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.backends.choose import settled
 from headrace.backends.fake import FakeRunner, reference
 from headrace.backends.fake.runner import FakeTicket
 from headrace.config import Settings
@@ -413,7 +414,7 @@ def test_times_of_a_request() -> None:
 @LOOPS
 def test_an_idle_engine_does_nothing(overlap: bool) -> None:
     fake = FakeRunner(4, 4, 2, 64)
-    engine = Engine(Settings(), KVCache(4, 4), fake, overlap=overlap)
+    engine = Engine(settled(Settings(backend="fake")), KVCache(4, 4), fake, overlap=overlap)
     assert not engine.has_work
     assert engine.turn() == {}
     assert engine.stats().steps == 0
