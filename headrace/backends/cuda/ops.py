@@ -1,0 +1,148 @@
+"""A step's arithmetic on a GPU; see `models.ops.Ops`.
+
+Few tokens (at most `SMALL`): Triton kernels that stream each weight once, with the norm, bias,
+rotary, KV write, SiLU and residual inside. More: the library's matrix products (cuBLAS) with one
+element-wise kernel between two of them. Which one, per shape, is data: `kernels.tuned`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from headrace.backends.cuda.attention import StepAttention
+from headrace.backends.cuda.buffers import Buffers
+from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.kernels import elementwise, linear, tuned
+from headrace.kernels.columns import StepColumns
+from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+
+SMALL = 64  # tokens that the small-m kernels take
+NORM_INSIDE = 16  # tokens up to which the norm is free inside them
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What every step of one model shares. cos and sin are [positions, d/2] float32."""
+
+    store: CudaKvStore
+    buffers: Buffers
+    cos: Tensor
+    sin: Tensor
+    last: Tensor  # [rows] int32, the token last drawn into each device row
+    spare_row: int  # the row of padding
+    card: str  # the device's name, which the tuned tables are kept under
+    pdl: bool  # kernels start while the one before drains
+
+
+class CudaOps:
+    """One step of `tokens` tokens. `columns` and `ids` hold that many entries on the device."""
+
+    def __init__(
+        self, place: Place, columns: StepColumns, ids: Tensor, attention: StepAttention
+    ) -> None:
+        self._place, self._columns, self._ids = place, columns, ids
+        self._attention = attention
+        self._tokens = ids.shape[0]
+
+    def _config(self, kind: str, weight: Tensor) -> linear.Config | None:
+        """The small-m kernel's configuration, None where the library is faster."""
+        if self._tokens > SMALL:
+            return None
+        n, k = weight.shape
+        return tuned.choose(kind, self._tokens, n, k, self._place.card)
+
+    def _norm(
+        self, x: Tensor, norm: RMSNorm, *, inside: bool
+    ) -> tuple[Tensor, tuple[Tensor, float] | None]:
+        """What a linear reads and the norm it applies: normed already, or on its way in."""
+        if inside and x.shape[0] <= NORM_INSIDE:
+            return x, (norm.weight, norm.eps)
+        out = self._place.buffers.normed[: x.shape[0]]
+        return elementwise.rms_norm(x, norm.weight, norm.eps, out=out), None
+
+    def embed(self, embedding: Embedding) -> Tensor:
+        """-> x [T, hidden]. Moves the step's positions on by one first; see `elementwise.begin`."""
+        x = self._place.buffers.x[: self._tokens]
+        elementwise.begin(self._ids, self._place.last, embedding.weight, self._columns, out=x)
+        return x
+
+    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, weights: Linear) -> Tensor:
+        """-> q [T, heads, d]; k and v are in the cache."""
+        place, n = self._place, self._tokens
+        k, v = place.store.k[layer], place.store.v[layer]
+        out = place.buffers.q[:n]
+        config = self._config("qkv", weights.weight)
+        x, inside = self._norm(x, norm, inside=config is not None)
+        if config is not None:
+            return linear.qkv(
+                x,
+                weights.weight,
+                weights.bias,
+                self._columns,
+                place.cos,
+                place.sin,
+                k,
+                v,
+                heads=out.shape[1],
+                norm=inside,
+                out=out,
+                config=config,
+            )
+        both = place.buffers.qkv[:n]
+        if weights.bias is None:
+            torch.mm(x, weights.weight.t(), out=both)
+        else:
+            torch.addmm(weights.bias, x, weights.weight.t(), out=both)
+        return elementwise.rotary_write(
+            both, self._columns, place.cos, place.sin, k, v, heads=out.shape[1], out=out
+        )
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """-> [T, heads * d]."""
+        store = self._place.store
+        out = self._place.buffers.attended[: self._tokens]
+        self._attention.attend(q, store.k[layer], store.v[layer], out)
+        return out.view(self._tokens, -1)
+
+    def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+        """-> x + linear(y), in place."""
+        return self._add("out", x, y, weights)
+
+    def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+        config = self._config(kind, weights.weight)
+        if config is not None:
+            return linear.linear(
+                y, weights.weight, bias=weights.bias, residual=x, out=x, config=config
+            )
+        if weights.bias is not None:
+            x += weights.bias
+        return x.addmm_(y, weights.weight.t())
+
+    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
+        """-> x + mlp(norm(x)), in place."""
+        buffers, n = self._place.buffers, self._tokens
+        weight = mlp.gate_up.weight
+        config = self._config("gate_up", weight)
+        normed, inside = self._norm(x, norm, inside=config is not None)
+        inner = buffers.inner[:n]
+        if config is not None:
+            linear.gate_up(normed, weight, norm=inside, out=inner, config=config)
+        else:
+            both = torch.mm(normed, weight.t(), out=buffers.gate_up[:n])
+            elementwise.silu_mul(both, out=inner)
+        return self._add("down", x, inner, mlp.down)
+
+    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
+        n = x.shape[0]
+        out = self._place.buffers.logits[:n]
+        config = None
+        if n <= SMALL:
+            config = tuned.choose("head", n, *weight.shape, self._place.card)
+        x, inside = self._norm(x, norm, inside=config is not None)
+        if config is None:
+            return torch.mm(x, weight.t(), out=out)
+        return linear.linear(x, weight, norm=inside, out=out, config=config)
