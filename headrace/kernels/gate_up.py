@@ -65,7 +65,7 @@ def gate_up(
     out: Tensor | None = None,
     config: Config,
     workspace: Workspace | None = None,
-    use_pdl: bool = False,
+    with_pdl: bool = False,
 ) -> Tensor:
     """x [m, K], weight [2 F, K], gate's rows first -> [m, F]. The rest as in `linear`."""
     check(x, weight, norm)
@@ -78,9 +78,9 @@ def gate_up(
     gate_up_kernel[(tiles, config.split_k)](
         x, weight, gain, out, *scratch(x, tiles, config, workspace), m, eps,
         FFN=ffn, K=k, BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,
-        NORM=norm is not None, PREFETCH=prefetch_bytes(weight, config, use_pdl),
+        NORM=norm is not None, PREFETCH=prefetch_bytes(weight, config, with_pdl),
         THREADS=32 * config.warps,
-        num_warps=config.warps, num_stages=config.stages, **pdl.options(use_pdl),
+        num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out
 

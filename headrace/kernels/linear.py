@@ -76,13 +76,13 @@ def linear(
     out: Tensor | None = None,
     config: Config,
     workspace: Workspace | None = None,
-    use_pdl: bool = False,
+    with_pdl: bool = False,
 ) -> Tensor:
     """x [m, K], weight [N, K] -> [m, N], summed in float32 and rounded once.
 
     bias [N]; residual [m, N], which may be `out`; norm = (weight [K], eps) norms x first (m <= 16,
     not float16). `out` may have another dtype than x (float32 logits). A split config needs a
-    workspace. `use_pdl`: a dependent launch, see `pdl`.
+    workspace. `with_pdl`: a dependent launch, see `pdl`.
     """
     check(x, weight, norm)
     (m, k), n = x.shape, weight.shape[0]
@@ -98,8 +98,8 @@ def linear(
         *scratch(x, tiles, config, workspace), m, eps,
         N=n, K=k, BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,
         BIAS=bias is not None, RESIDUAL=residual is not None, NORM=norm is not None,
-        PREFETCH=prefetch_bytes(weight, config, use_pdl), THREADS=32 * config.warps,
-        num_warps=config.warps, num_stages=config.stages, **pdl.options(use_pdl),
+        PREFETCH=prefetch_bytes(weight, config, with_pdl), THREADS=32 * config.warps,
+        num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out
 

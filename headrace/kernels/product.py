@@ -100,10 +100,10 @@ def scratch(
     return workspace.partials, workspace.squares, workspace.locks
 
 
-def prefetch_bytes(weight: Tensor, config: Config, use_pdl: bool) -> int:
+def prefetch_bytes(weight: Tensor, config: Config, with_pdl: bool) -> int:
     """What a program prefetches: nothing unless rows are whole multiples of 16 bytes."""
     aligned = weight.shape[1] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return config.prefetch_bytes if use_pdl and aligned else 0
+    return config.prefetch_bytes if with_pdl and aligned else 0
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def qkv(
     q: Tensor | None = None,
     config: Config,
     workspace: Workspace | None = None,
-    use_pdl: bool = False,
+    with_pdl: bool = False,
 ) -> Tensor:
     """x [m, K], weight [(heads + 2 kv_heads) d, K] -> q [m, heads, d], turned; k and v are written.
 
@@ -145,8 +145,8 @@ def qkv(
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, K=hidden,
         BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,
         BIAS=bias is not None, NORM=norm is not None,
-        PREFETCH=prefetch_bytes(weight, config, use_pdl), THREADS=32 * config.warps,
-        num_warps=config.warps, num_stages=config.stages, **pdl.options(use_pdl),
+        PREFETCH=prefetch_bytes(weight, config, with_pdl), THREADS=32 * config.warps,
+        num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return q
 

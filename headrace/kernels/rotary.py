@@ -104,7 +104,7 @@ def rotary_write(
     heads: int,
     *,
     out: Tensor | None = None,
-    use_pdl: bool = False,
+    with_pdl: bool = False,
 ) -> Tensor:
     """qkv [T, (heads + 2 kv_heads) d] -> q [T, heads, d], turned; k and v are written.
 
@@ -126,7 +126,7 @@ def rotary_write(
         qkv, columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
         columns.tables.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,
-        num_warps=4, **pdl.options(use_pdl),
+        num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
     return q
 
@@ -149,8 +149,8 @@ def rotary_write_reference(
     low, high = turned.chunk(2, dim=-1)
     turned = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
     blocks = columns.tables[columns.rows.long(), positions // block_size].long()
-    for t in range(tokens):
-        if columns.writes[t]:
-            k[blocks[t], :, positions[t] % block_size] = turned[t, heads:].to(k.dtype)
-            v[blocks[t], :, positions[t] % block_size] = values[t].to(v.dtype)
+    kept = columns.writes.bool()
+    blocks, slots = blocks[kept], positions[kept] % block_size
+    k[blocks, :, slots] = turned[kept, heads:].to(k.dtype)
+    v[blocks, :, slots] = values[kept].to(v.dtype)
     return turned[:, :heads]

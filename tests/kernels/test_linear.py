@@ -51,7 +51,7 @@ def test_linear(
     bias = draw(n, dtype=dtype, device=device)
     residual = draw(m, n, dtype=dtype, device=device)
     workspace = Workspace(device)
-    options = {"config": config, "workspace": workspace, "use_pdl": pdl.supported(device)}
+    options = {"config": config, "workspace": workspace, "with_pdl": pdl.supported(device)}
     for given in ({}, {"bias": bias}, {"bias": bias, "residual": residual}):
         out = poisoned(m, n, dtype=dtype, device=device)
         linear(x, weight, **given, out=out, **options)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_norm_folds_in(
         "norm": norm,
         "config": config,
         "workspace": Workspace(device),
-        "use_pdl": pdl.supported(device),
+        "with_pdl": pdl.supported(device),
     }
     out = poisoned(m, 2 * n, dtype=torch.float32, device=device)  # logits
     linear(x, weight, out=out, **options)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_gate_up(
         out=out,
         config=config,
         workspace=Workspace(device),
-        use_pdl=pdl.supported(device),
+        with_pdl=pdl.supported(device),
     )
     assert_close(out, gate_up_reference(x, weight), dtype)
 
@@ -146,7 +146,7 @@ def test_qkv(
             q=poisoned(m, heads, d, dtype=dtype, device=device),
             config=config,
             workspace=Workspace(device),
-            use_pdl=pdl.supported(device),
+            with_pdl=pdl.supported(device),
         )
         reference = qkv_reference(
             x, weight, given_bias, *args, theirs.k, theirs.v, heads=heads, norm=given_norm
@@ -197,5 +197,5 @@ def test_shapes_of_a_real_model(m: int, n: int, k: int, device: torch.device) ->
         workspace = Workspace(device)
         for _ in range(3):  # the workspace is used again
             out = poisoned(m, n, dtype=dtype, device=device)
-            linear(x, weight, norm=norm, out=out, config=config, workspace=workspace, use_pdl=True)
+            linear(x, weight, norm=norm, out=out, config=config, workspace=workspace, with_pdl=True)
             assert_close(out, linear_reference(x, weight, norm=norm), dtype)
