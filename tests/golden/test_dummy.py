@@ -44,9 +44,9 @@ def test_a_config_alone_takes_and_gives_ids(
         assert "no tokenizer.json" in capsys.readouterr().err
         (answer,) = llm.generate([5, 6, 7], params)
         assert (len(answer.token_ids), answer.text) == (8, "")
-        for prompt, more in (("hello", {}), ([5, 6], {"stop": "x"})):
+        for prompt, stop in (("hello", []), ([5, 6], ["x"])):
             with pytest.raises(InvalidRequest, match=r"no tokenizer\.json") as caught:
-                llm.generate(prompt, headrace.SamplingParams(max_tokens=8, **more))
-            assert caught.value.param == ("stop" if more else "prompt")
+                llm.generate(prompt, headrace.SamplingParams(max_tokens=8, stop=stop))
+            assert caught.value.param == ("stop" if stop else "prompt")
     with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         headrace.LLM(str(tmp_path))
