@@ -20,13 +20,13 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
+def test_random_weights_need_no_weight_files(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     fake_tokenizer.build().save(str(tmp_path / "tokenizer.json"))
     params = headrace.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     said = []
     for _ in range(2):
-        with headrace.LLM(str(tmp_path), load_format="dummy", kv_blocks=16) as llm:
+        with headrace.LLM(str(tmp_path), backend=backend, load_format="dummy", kv_blocks=16) as llm:
             (answer,) = llm.generate("hello", params)
             said.append(answer.token_ids)
     assert len(said[0]) == 8
@@ -36,11 +36,11 @@ def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
 
 
 def test_a_config_alone_takes_and_gives_ids(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     params = headrace.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with headrace.LLM(str(tmp_path), load_format="dummy", kv_blocks=16) as llm:
+    with headrace.LLM(str(tmp_path), backend=backend, load_format="dummy", kv_blocks=16) as llm:
         assert "no tokenizer.json" in capsys.readouterr().err
         (answer,) = llm.generate([5, 6, 7], params)
         assert (len(answer.token_ids), answer.text) == (8, "")
