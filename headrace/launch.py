@@ -46,6 +46,8 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
     fake = settings.backend == "fake" and not settings.model
     weights = settings.load_format != "dummy"
     files = FAKE if fake else resolve(settings.model, say=say, weights=weights)
+    if files.kind == "hf" and not (files.path / "tokenizer.json").exists():
+        say(f"{files.path} has no tokenizer.json: prompts are token ids, answers carry no text")
     if not settings.served_model_name:
         return files
     return ModelFiles(settings.served_model_name, files.kind, files.path)

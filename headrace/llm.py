@@ -92,7 +92,9 @@ class LLM:
             self.settings = msgspec.structs.replace(self.settings, itl_target_ms="0")
         files = launch.find_model(self.settings, _say)
         self._card = read_card(files)
-        self._tokenizer = load_tokenizer(files, self._card)
+        self._tokenizer = load_tokenizer(
+            files, self._card, optional=self.settings.load_format == "dummy"
+        )
         self._template = ChatTemplate(self._card)
         self._engine, self.info = launch.build_engine(self.settings, files, _quiet)
         self._handles = itertools.count()
@@ -264,6 +266,8 @@ class LLM:
         return _Choice(Completion(prompt_index=at, index=index, prompt_token_ids=prompt), text)
 
     def _check(self, params: SamplingParams) -> None:
+        if params.stops:
+            self._tokenizer.need_text("stop")
         if params.n > self.info.max_num_seqs:
             raise InvalidRequest(
                 f"n = {params.n} is over max_num_seqs = {self.info.max_num_seqs}", param="n"
