@@ -22,6 +22,7 @@ from headrace.kernels import pdl
 from headrace.kernels.attention import LOG2E, check_layout, output_like, soft_cap
 from headrace.kernels.attention_configs import DecodeConfig, decode_config
 from headrace.kernels.columns import StepColumns
+from headrace.kernels.launch import launch
 
 _SUMMED = 8  # partial results that the last program of a token loads at a time
 
@@ -350,7 +351,9 @@ def decode(
     out = output_like(q, out)
     config = config or decode_config(q.dtype, q.shape[2])
     use_pdl = pdl.supported(q.device)
-    _decode_kernel[((tokens + splits) * kv_heads,)](
+    launch(
+        _decode_kernel,
+        ((tokens + splits) * kv_heads,),
         q,
         k,
         v,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.columns import StepColumns
+from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
 
@@ -66,7 +67,7 @@ def begin(
     if tokens == 0:
         return
     block = triton.next_power_of_2(k)
-    begin_kernel[(tokens,)](
+    launch(begin_kernel, (tokens,),
         ids, last, columns.rows, columns.positions, embedding, x, columns.tables.shape[0] - 1,
         K=k, BK=block, num_warps=min(8, max(1, block // 512)), **pdl.options(with_pdl),
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.launch import launch
 from headrace.kernels.product import (
     Config,
     Norm,
@@ -75,7 +76,7 @@ def gate_up(
     check_output(out, (m, ffn))
     tiles = triton.cdiv(2 * ffn, config.block_n)
     gain, eps = norm or (x, 0.0)
-    gate_up_kernel[(tiles, config.split_k)](
+    launch(gate_up_kernel, (tiles, config.split_k),
         x, weight, gain, out, *scratch(x, tiles, config, workspace), m, eps,
         FFN=ffn, K=k, BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,
         NORM=norm is not None, PREFETCH=prefetch_bytes(weight, config, with_pdl),

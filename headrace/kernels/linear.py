@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.launch import launch
 from headrace.kernels.product import (
     Config,
     Norm,
@@ -93,7 +94,7 @@ def linear(
     assert bias is None or bias.shape == (n,), "bias is [N]"
     tiles = triton.cdiv(n, config.block_n)
     gain, eps = norm or (x, 0.0)
-    linear_kernel[(tiles, config.split_k)](
+    launch(linear_kernel, (tiles, config.split_k),
         x, weight, x if bias is None else bias, x if residual is None else residual, gain, out,
         *scratch(x, tiles, config, workspace), m, eps,
         N=n, K=k, BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,

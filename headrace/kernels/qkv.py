@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.columns import StepColumns
+from headrace.kernels.launch import launch
 from headrace.kernels.product import (
     Config,
     Norm,
@@ -138,7 +139,7 @@ def qkv(
     check_output(q, (m, heads, d))
     tiles = triton.cdiv(weight.shape[0], config.block_n)
     gain, eps = norm or (x, 0.0)
-    qkv_kernel[(tiles, config.split_k)](
+    launch(qkv_kernel, (tiles, config.split_k),
         x, weight, x if bias is None else bias, gain,
         columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
         *scratch(x, tiles, config, workspace), m, columns.tables.stride(0), eps,

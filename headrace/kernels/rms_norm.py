@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
 
@@ -61,7 +62,7 @@ def rms_norm(
     if tokens == 0:
         return out
     block = triton.next_power_of_2(k)
-    rms_norm_kernel[(tokens,)](
+    launch(rms_norm_kernel, (tokens,),
         x, weight, x if residual is None else residual, out, eps,
         K=k, BK=block, RESIDUAL=residual is not None,
         num_warps=min(16, max(1, block // 512)), **pdl.options(with_pdl),

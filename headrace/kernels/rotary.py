@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.columns import StepColumns
+from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
 
@@ -122,7 +123,7 @@ def rotary_write(
         return q
     lanes = triton.next_power_of_2(d // 2)
     group = max(1, min(triton.next_power_of_2(every), 1024 // lanes))
-    rotary_write_kernel[(tokens, triton.cdiv(every, group))](
+    launch(rotary_write_kernel, (tokens, triton.cdiv(every, group)),
         qkv, columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
         columns.tables.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,

@@ -23,6 +23,7 @@ from headrace.kernels import pdl
 from headrace.kernels.chunk_peaks import chunk_peaks_kernel
 from headrace.kernels.draw import draw_kernel
 from headrace.kernels.draw_params import KINDS, WIDTH, Kind
+from headrace.kernels.launch import launch
 from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
 
 CHUNK = 4096  # logits a program: 38 programs for one row of 152064
@@ -123,7 +124,9 @@ def sample(
     chunks = scratch.peaks.shape[1]
     common: dict[str, Any] = {"VOCAB": vocab, "CHUNKS": chunks, **pdl.options(with_pdl)}
     weigh = kind != "greedy"
-    chunk_peaks_kernel[(chunks, draws)](
+    launch(
+        chunk_peaks_kernel,
+        (chunks, draws),
         logits,
         params,
         draw_rows,
@@ -137,7 +140,9 @@ def sample(
     )
     if kind == "full":
         _truncate(logits, params, draw_rows, scratch, common)
-    draw_kernel[(draws,)](
+    launch(
+        draw_kernel,
+        (draws,),
         logits,
         params,
         positions,
@@ -171,7 +176,9 @@ def _truncate(
     room = at.candidates.shape[1]
     inputs = (logits, params, draw_rows, at.peaks)
     bracket = (at.brackets, at.counts, at.above_mass)
-    bracket_kernel[(draws,)](
+    launch(
+        bracket_kernel,
+        (draws,),
         *inputs,
         at.masses,
         *bracket,
@@ -181,7 +188,9 @@ def _truncate(
         num_warps=8,
         **common,
     )
-    gather_kernel[(chunks, draws)](
+    launch(
+        gather_kernel,
+        (chunks, draws),
         *inputs,
         *bracket,
         at.candidates,
@@ -192,7 +201,9 @@ def _truncate(
         num_warps=8,
         **common,
     )
-    edge_kernel[(draws,)](
+    launch(
+        edge_kernel,
+        (draws,),
         *inputs,
         at.masses,
         *bracket,
@@ -205,6 +216,14 @@ def _truncate(
         num_warps=16,
         **common,
     )
-    kept_kernel[(chunks, draws)](
-        *inputs, at.masses, at.equals, at.edges, CHUNK=at.chunk, num_warps=8, **common
+    launch(
+        kept_kernel,
+        (chunks, draws),
+        *inputs,
+        at.masses,
+        at.equals,
+        at.edges,
+        CHUNK=at.chunk,
+        num_warps=8,
+        **common,
     )

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
 
@@ -37,8 +38,15 @@ def silu_mul(gate_up: Tensor, *, out: Tensor | None = None, with_pdl: bool = Fal
     if tokens == 0:
         return out
     block = min(2048, triton.next_power_of_2(ffn))
-    silu_mul_kernel[(tokens, triton.cdiv(ffn, block))](
-        gate_up, out, FFN=ffn, BF=block, num_warps=max(1, block // 256), **pdl.options(with_pdl)
+    launch(
+        silu_mul_kernel,
+        (tokens, triton.cdiv(ffn, block)),
+        gate_up,
+        out,
+        FFN=ffn,
+        BF=block,
+        num_warps=max(1, block // 256),
+        **pdl.options(with_pdl),
     )
     return out
 

@@ -1,6 +1,7 @@
 """The tensors of the paged KV cache on a GPU.
 
-One allocation, [layers, 2, blocks + 1, kv_heads, block_size, head_dim]: K and V of a layer are views.
+One allocation, [layers, 2, blocks + 1, kv_heads, block_size, head_dim]; K and V of a layer are
+views.
 The extra last block belongs to padding: it is written by nobody and stays zero.
 """
 

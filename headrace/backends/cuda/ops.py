@@ -1,6 +1,6 @@
 """A step's arithmetic on a GPU; see `models.ops.Ops`.
 
-Few tokens (at most `SMALL`): Triton kernels that stream each weight once, with the norm, bias,
+Few tokens (at most `MAX_TOKENS`): Triton kernels that stream each weight once, with the norm, bias,
 rotary, KV write, SiLU and residual inside. More: the library's matrix products (cuBLAS) with one
 element-wise kernel between two of them. Which one, per shape, is data: `kernels.tuned`.
 """
@@ -8,6 +8,7 @@ element-wise kernel between two of them. Which one, per shape, is data: `kernels
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,17 @@ from torch import Tensor
 from headrace.backends.cuda.attention import StepAttention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore
-from headrace.kernels import elementwise, linear, tuned
+from headrace.kernels import tuned
+from headrace.kernels.begin import begin
 from headrace.kernels.columns import StepColumns
+from headrace.kernels.gate_up import gate_up
+from headrace.kernels.linear import linear
+from headrace.kernels.product import FOLD_TOKENS, MAX_TOKENS, Config, Workspace
+from headrace.kernels.qkv import qkv
+from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.rotary import rotary_write
+from headrace.kernels.silu_mul import silu_mul
 from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
-
-SMALL = 64  # tokens that the small-m kernels take
-NORM_INSIDE = 16  # tokens up to which the norm is free inside them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +35,10 @@ class Place:
 
     store: CudaKvStore
     buffers: Buffers
+    workspace: Workspace
     cos: Tensor
     sin: Tensor
     last: Tensor  # [rows] int32, the token last drawn into each device row
-    spare_row: int  # the row of padding
     card: str  # the device's name, which the tuned tables are kept under
     pdl: bool  # kernels start while the one before drains
 
@@ -47,26 +53,37 @@ class CudaOps:
         self._attention = attention
         self._tokens = ids.shape[0]
 
-    def _config(self, kind: str, weight: Tensor) -> linear.Config | None:
+    def _config(self, kind: str, weight: Tensor) -> Config | None:
         """The small-m kernel's configuration, None where the library is faster."""
-        if self._tokens > SMALL:
+        if self._tokens > MAX_TOKENS:
             return None
         n, k = weight.shape
         return tuned.choose(kind, self._tokens, n, k, self._place.card)
+
+    def _options(self, config: Config) -> dict[str, Any]:
+        place = self._place
+        return {"config": config, "workspace": place.workspace, "with_pdl": place.pdl}
 
     def _norm(
         self, x: Tensor, norm: RMSNorm, *, inside: bool
     ) -> tuple[Tensor, tuple[Tensor, float] | None]:
         """What a linear reads and the norm it applies: normed already, or on its way in."""
-        if inside and x.shape[0] <= NORM_INSIDE:
+        if inside and x.shape[0] <= FOLD_TOKENS and x.dtype != torch.float16:
             return x, (norm.weight, norm.eps)
         out = self._place.buffers.normed[: x.shape[0]]
-        return elementwise.rms_norm(x, norm.weight, norm.eps, out=out), None
+        return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl), None
 
     def embed(self, embedding: Embedding) -> Tensor:
-        """-> x [T, hidden]. Moves the step's positions on by one first; see `elementwise.begin`."""
+        """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
         x = self._place.buffers.x[: self._tokens]
-        elementwise.begin(self._ids, self._place.last, embedding.weight, self._columns, out=x)
+        begin(
+            self._ids,
+            self._place.last,
+            embedding.weight,
+            self._columns,
+            x,
+            with_pdl=self._place.pdl,
+        )
         return x
 
     def qkv(self, layer: int, x: Tensor, norm: RMSNorm, weights: Linear) -> Tensor:
@@ -77,7 +94,7 @@ class CudaOps:
         config = self._config("qkv", weights.weight)
         x, inside = self._norm(x, norm, inside=config is not None)
         if config is not None:
-            return linear.qkv(
+            return qkv(
                 x,
                 weights.weight,
                 weights.bias,
@@ -88,16 +105,24 @@ class CudaOps:
                 v,
                 heads=out.shape[1],
                 norm=inside,
-                out=out,
-                config=config,
+                q=out,
+                **self._options(config),
             )
         both = place.buffers.qkv[:n]
         if weights.bias is None:
             torch.mm(x, weights.weight.t(), out=both)
         else:
             torch.addmm(weights.bias, x, weights.weight.t(), out=both)
-        return elementwise.rotary_write(
-            both, self._columns, place.cos, place.sin, k, v, heads=out.shape[1], out=out
+        return rotary_write(
+            both,
+            self._columns,
+            place.cos,
+            place.sin,
+            k,
+            v,
+            out.shape[1],
+            out=out,
+            with_pdl=place.pdl,
         )
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
@@ -114,8 +139,13 @@ class CudaOps:
     def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
         config = self._config(kind, weights.weight)
         if config is not None:
-            return linear.linear(
-                y, weights.weight, bias=weights.bias, residual=x, out=x, config=config
+            return linear(
+                y,
+                weights.weight,
+                bias=weights.bias,
+                residual=x,
+                out=x,
+                **self._options(config),
             )
         if weights.bias is not None:
             x += weights.bias
@@ -129,10 +159,10 @@ class CudaOps:
         normed, inside = self._norm(x, norm, inside=config is not None)
         inner = buffers.inner[:n]
         if config is not None:
-            linear.gate_up(normed, weight, norm=inside, out=inner, config=config)
+            gate_up(normed, weight, norm=inside, out=inner, **self._options(config))
         else:
             both = torch.mm(normed, weight.t(), out=buffers.gate_up[:n])
-            elementwise.silu_mul(both, out=inner)
+            silu_mul(both, out=inner, with_pdl=self._place.pdl)
         return self._add("down", x, inner, mlp.down)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
@@ -140,9 +170,9 @@ class CudaOps:
         n = x.shape[0]
         out = self._place.buffers.logits[:n]
         config = None
-        if n <= SMALL:
+        if n <= MAX_TOKENS:
             config = tuned.choose("head", n, *weight.shape, self._place.card)
         x, inside = self._norm(x, norm, inside=config is not None)
         if config is None:
             return torch.mm(x, weight.t(), out=out)
-        return linear.linear(x, weight, norm=inside, out=out, config=config)
+        return linear(x, weight, norm=inside, out=out, **self._options(config))
