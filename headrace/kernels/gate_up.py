@@ -16,7 +16,9 @@ from headrace.kernels.product import (
     Workspace,
     block_m,
     check,
+    columns_a_turn,
     norm_reference,
+    normed,
     prefetch_bytes,
     product,
     scratch,
@@ -75,11 +77,12 @@ def gate_up(
     out = torch.empty(m, ffn, dtype=x.dtype, device=x.device) if out is None else out
     check_output(out, (m, ffn))
     tiles = triton.cdiv(2 * ffn, config.block_n)
-    gain, eps = norm or (x, 0.0)
+    x, gain, eps, fold = normed(x, norm, config, with_pdl)
     launch(gate_up_kernel, (tiles, config.split_k),
         x, weight, gain, out, *scratch(x, tiles, config, workspace), m, eps,
-        FFN=ffn, K=k, BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,
-        NORM=norm is not None, PREFETCH=prefetch_bytes(weight, config, with_pdl),
+        FFN=ffn, K=k, BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config),
+        SPLIT=config.split_k,
+        NORM=fold, PREFETCH=prefetch_bytes(weight, config, with_pdl),
         THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip

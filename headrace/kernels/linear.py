@@ -15,7 +15,9 @@ from headrace.kernels.product import (
     Workspace,
     block_m,
     check,
+    columns_a_turn,
     norm_reference,
+    normed,
     prefetch_bytes,
     product,
     scratch,
@@ -81,8 +83,8 @@ def linear(
 ) -> Tensor:
     """x [m, K], weight [N, K] -> [m, N], summed in float32 and rounded once.
 
-    bias [N]; residual [m, N], which may be `out`; norm = (weight [K], eps) norms x first (m <= 16,
-    not float16). `out` may have another dtype than x (float32 logits). A split config needs a
+    bias [N]; residual [m, N], which may be `out`; norm = (weight [K], eps): RMSNorm of x comes
+    first. `out` may have another dtype than x (float32 logits). A split config needs a
     workspace. `with_pdl`: a dependent launch, see `pdl`.
     """
     check(x, weight, norm)
@@ -93,12 +95,13 @@ def linear(
         check_output(residual, (m, n))
     assert bias is None or bias.shape == (n,), "bias is [N]"
     tiles = triton.cdiv(n, config.block_n)
-    gain, eps = norm or (x, 0.0)
+    x, gain, eps, fold = normed(x, norm, config, with_pdl)
     launch(linear_kernel, (tiles, config.split_k),
         x, weight, x if bias is None else bias, x if residual is None else residual, gain, out,
         *scratch(x, tiles, config, workspace), m, eps,
-        N=n, K=k, BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,
-        BIAS=bias is not None, RESIDUAL=residual is not None, NORM=norm is not None,
+        N=n, K=k, BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config),
+        SPLIT=config.split_k,
+        BIAS=bias is not None, RESIDUAL=residual is not None, NORM=fold,
         PREFETCH=prefetch_bytes(weight, config, with_pdl), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.rms_norm import rms_norm
 
 MAX_TOKENS = 64
 FOLD_TOKENS = 16  # the most tokens with which a norm folds into the product
@@ -33,11 +34,13 @@ Norm = tuple[Tensor, float]  # weight [K], eps
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """How a matrix is streamed. Sizes are powers of two; block_k counts elements.
+    """How a matrix is streamed. Sizes are powers of two.
 
-    block_n rows a program, block_k columns a turn, `stages` - 1 tiles in shared memory, `split_k`
-    programs that share the same rows, `prefetch_bytes` of its rows that a program fetches into the
-    L2 cache while the kernel before ends (0: none; without dependent launches none).
+    block_n rows a program, block_k columns a turn (of 16 bits; half as many of 32), `stages` - 1
+    tiles in shared memory, `split_k` programs that share the same rows, `prefetch_bytes` of its
+    rows that a program fetches into the L2 cache while the kernel before ends (0: none; without
+    dependent launches none). `fold_norm`: a norm folds into the product where it can; else it is a
+    kernel of its own, before.
     """
 
     block_n: int
@@ -46,6 +49,7 @@ class Config:
     stages: int
     split_k: int = 1
     prefetch_bytes: int = 0
+    fold_norm: bool = True
 
 
 class Workspace:
@@ -75,18 +79,36 @@ def block_m(tokens: int) -> int:
     return next(size for size in (16, 32, MAX_TOKENS) if tokens <= size)
 
 
+def columns_a_turn(x: Tensor, config: Config) -> int:
+    """block_k for elements of this size: a turn has as many bytes in every dtype."""
+    return max(16, config.block_k * 2 // x.element_size())
+
+
 def check(x: Tensor, weight: Tensor, norm: Norm | None) -> None:
-    """x [m, K], weight [N, K]: contiguous, of one dtype; the norm's conditions."""
+    """x [m, K], weight [N, K]: contiguous, of one dtype, as the norm's weight [K] is."""
     assert x.ndim == weight.ndim == 2, "matrices"
     assert x.shape[1] == weight.shape[1], "x [m, K], weight [N, K]"
     assert x.is_contiguous(), "x: rows lie one after another"
     assert weight.is_contiguous(), "weight: rows lie one after another"
     assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
     if norm is not None:
-        assert x.shape[0] <= FOLD_TOKENS, f"a norm folds in for {FOLD_TOKENS} tokens at most"
-        assert x.dtype != torch.float16, "float16 has no room for x before it is normalised"
         assert norm[0].shape == (x.shape[1],), "the norm's weight is [K]"
         assert norm[0].dtype == x.dtype, "the norm's weight has the dtype of x"
+
+
+def normed(
+    x: Tensor, norm: Norm | None, config: Config, with_pdl: bool
+) -> tuple[Tensor, Tensor, float, bool]:
+    """x as the product reads it, the norm's weight and eps, and whether the norm folds in.
+
+    It folds for few tokens (it runs on tiles of 16) and not in float16 (see above).
+    """
+    if norm is None:
+        return x, x, 0.0, False
+    gain, eps = norm
+    if config.fold_norm and x.shape[0] <= FOLD_TOKENS and x.dtype != torch.float16:
+        return x, gain, eps, True
+    return rms_norm(x, gain, eps, with_pdl=with_pdl), gain, eps, False
 
 
 def scratch(

@@ -16,7 +16,9 @@ from headrace.kernels.product import (
     Workspace,
     block_m,
     check,
+    columns_a_turn,
     norm_reference,
+    normed,
     prefetch_bytes,
     product,
     scratch,
@@ -138,14 +140,14 @@ def qkv(
     q = torch.empty(m, heads, d, dtype=x.dtype, device=x.device) if q is None else q
     check_output(q, (m, heads, d))
     tiles = triton.cdiv(weight.shape[0], config.block_n)
-    gain, eps = norm or (x, 0.0)
+    x, gain, eps, fold = normed(x, norm, config, with_pdl)
     launch(qkv_kernel, (tiles, config.split_k),
         x, weight, x if bias is None else bias, gain,
         columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
         *scratch(x, tiles, config, workspace), m, columns.tables.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, K=hidden,
-        BM=block_m(m), BN=config.block_n, BK=config.block_k, SPLIT=config.split_k,
-        BIAS=bias is not None, NORM=norm is not None,
+        BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config), SPLIT=config.split_k,
+        BIAS=bias is not None, NORM=fold,
         PREFETCH=prefetch_bytes(weight, config, with_pdl), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
