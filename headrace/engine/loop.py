@@ -175,6 +175,7 @@ class Engine:
             generation_tokens=tally.generation_tokens,
             finished=dict(tally.finished),
             started=tally.started,
+            runner=self.runner.counters(),
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV) and `r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -78,6 +79,11 @@ class Runner(Protocol):
         Needs: the plan's blocks are not written by any other live sequence.
         Raises whatever broke the whole step. The engine then ends every sequence that owns a row,
         and the next plan names all their rows in `leaves`, also rows that are already free.
+        """
+
+    def counters(self) -> Mapping[str, int]:
+        """Name -> how often it happened so far: what this kind of runner alone can count, such as
+        steps run from a graph. A count never falls and a name never goes. Asked after every turn.
         """
 
     def close(self) -> None:

@@ -64,7 +64,9 @@ def forward_on(model: Decoder, plan: Plan, blocks: int, card: Card, buffers: Buf
     place = Place(
         store, buffers, cos, sin, state.last, state.spare_row, card.name, pdl.supported(device)
     )
-    attention = Attention(spec, card.multiprocessors, plan.max_tokens, device)
+    attention = Attention(
+        spec, card.multiprocessors, plan.max_tokens, plan.max_rows, model.dtype, device
+    )
     return Forward(model, place, state, attention, plan.max_tokens)
 
 

@@ -7,7 +7,7 @@ step while this one runs. The only shared state is inside the tickets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import TypeVar
@@ -92,6 +92,10 @@ class TorchRunner:
                 raise EngineError(f"this runner does not offer output kind {kind}")
         self._latest = TorchTicket(self, plan)
         return self._latest
+
+    def counters(self) -> Mapping[str, int]:
+        """Nothing of its own: every step runs alike."""
+        return {}
 
     def close(self) -> None:
         """Stop the worker and free the memory."""

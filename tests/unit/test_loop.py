@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -267,6 +267,9 @@ class Faulty:
             raise RuntimeError(f"launch of {plan.step}")
         return FaultyTicket(self, plan, self.inner.launch(plan))
 
+    def counters(self) -> Mapping[str, int]:
+        return self.inner.counters()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -384,8 +387,8 @@ def test_counters_only_rise_and_the_books_balance(overlap: bool) -> None:  # B08
         stats = rig.engine.stats()
         for name in stats.__struct_fields__:
             old, new = getattr(before, name), getattr(stats, name)
-            if name == "finished":
-                assert all(new[reason] >= old[reason] for reason in old)
+            if name in ("finished", "runner"):
+                assert all(new[key] >= old[key] for key in old)
             elif name not in gauges:
                 assert new >= old, name
         before = stats
@@ -409,6 +412,22 @@ def test_times_of_a_request() -> None:
     first, second = rig.dones[0, 1], rig.dones[0, 2]
     assert (first.queue_s, first.prefill_s, first.decode_s) == (1.0, 1.0, 2.0)
     assert (second.queue_s, second.prefill_s, second.decode_s) == (5.0, 0.0, 0.0)
+
+
+@LOOPS
+def test_stats_carry_what_the_runner_counts(overlap: bool) -> None:
+    class Counting(FakeRunner):
+        def counters(self) -> Mapping[str, int]:
+            return {"steps": self._step}
+
+    fake = Counting(16, 4, 2, 64, eos_ids=())
+    engine = Engine(settled(Settings(backend="fake")), KVCache(16, 4), fake, overlap=overlap)
+    assert engine.stats().runner == {"steps": 0}
+    engine.submit(0, Submit(1, [1, 2, 3], 4, GREEDY))
+    while engine.has_work:
+        engine.turn()
+    assert engine.stats().runner == {"steps": engine.stats().steps} == {"steps": 4}
+    engine.close()
 
 
 @LOOPS

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels.attention_configs import prefill_config
 from headrace.kernels.attention_decode import Scratch, choose_splits, decode
-from headrace.kernels.attention_prefill import Chunks, prefill
+from headrace.kernels.attention_prefill import prefill
+from headrace.kernels.chunks import Chunks
 from headrace.kernels.columns import StepColumns
 from headrace.messages import StepPlan
 from headrace.models.spec import ModelSpec
@@ -21,13 +23,24 @@ class Attention:
     """What the steps of one model share: scratch memory and the shape of its heads."""
 
     def __init__(
-        self, spec: ModelSpec, multiprocessors: int, max_tokens: int, device: torch.device
+        self,
+        spec: ModelSpec,
+        multiprocessors: int,
+        max_tokens: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.scale = spec.head_dim**-0.5
         self.splits = choose_splits(spec.kv_heads, multiprocessors)
         self.scratch = Scratch(
             max_tokens, spec.heads, spec.head_dim, spec.kv_heads, self.splits, device
         )
+        self._group = spec.heads // spec.kv_heads
+        self._tile_rows = prefill_config(dtype, spec.head_dim).rows
+        tiles = max_rows + max_tokens * self._group // self._tile_rows
+        self._upload = Upload((4 * max_rows + 2 * tiles,), device)
+        self._plan = torch.zeros(4 * max_rows + 2 * tiles, dtype=torch.int32, device=device)
 
     def singles(self, columns: StepColumns) -> StepAttention:
         """A step in which every token is a query of its own."""
@@ -36,16 +49,20 @@ class Attention:
     def mixed(self, columns: StepColumns, plan: StepPlan) -> StepAttention:
         """A step as the plan has it: single tokens first, then chunks."""
         singles = next((i for i, count in enumerate(plan.counts) if count > 1), len(plan.counts))
-        chunks = None
-        if singles < len(plan.counts):
-            firsts = np.cumsum(plan.counts) - plan.counts
-            chunks = Chunks.of(
-                plan.rows[singles:],
-                plan.starts[singles:],
-                plan.counts[singles:],
-                [int(first) for first in firsts[singles:]],
-                columns.rows.device,
-            )
+        if singles == len(plan.counts):
+            return self.singles(columns)
+        firsts = (np.cumsum(plan.counts) - plan.counts)[singles:]
+        words = Chunks.plan(
+            plan.rows[singles:],
+            plan.starts[singles:],
+            plan.counts[singles:],
+            firsts.tolist(),
+            group=self._group,
+            tile_rows=self._tile_rows,
+        )
+        self._upload.slot()[: words.size] = words
+        self._upload.send(self._plan, words.size)
+        chunks = Chunks.of(self._plan[: words.size], len(firsts), self._tile_rows)
         return StepAttention(self, columns, singles, chunks)
 
 

@@ -1,6 +1,6 @@
 """A step's arithmetic on a GPU; see `models.ops.Ops`.
 
-Few tokens (at most `MAX_TOKENS`): Triton kernels that stream each weight once, with the norm, bias,
+Few tokens (at most `product.MAX_TOKENS`): Triton kernels that stream each weight once, with the norm, bias,
 rotary, KV write, SiLU and residual inside. More: the library's matrix products (cuBLAS) with one
 element-wise kernel between two of them. Which one, per shape, is data: `kernels.tuned`.
 """
@@ -21,7 +21,7 @@ from headrace.kernels.begin import begin
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.gate_up import gate_up
 from headrace.kernels.linear import linear
-from headrace.kernels.product import FOLD_TOKENS, MAX_TOKENS, Config, Workspace
+from headrace.kernels.product import FOLD_TOKENS, Config, Workspace
 from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import rms_norm
 from headrace.kernels.rotary import rotary_write
@@ -53,12 +53,11 @@ class CudaOps:
         self._attention = attention
         self._tokens = ids.shape[0]
 
-    def _config(self, kind: str, weight: Tensor) -> Config | None:
+    def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
         """The small-m kernel's configuration, None where the library is faster."""
-        if self._tokens > MAX_TOKENS:
-            return None
         n, k = weight.shape
-        return tuned.choose(kind, self._tokens, n, k, self._place.card)
+        size = weight.element_size()
+        return tuned.choose(kind, tokens, n, k, self._place.card, element_bytes=size)
 
     def _options(self, config: Config) -> dict[str, Any]:
         place = self._place
@@ -91,7 +90,7 @@ class CudaOps:
         place, n = self._place, self._tokens
         k, v = place.store.k[layer], place.store.v[layer]
         out = place.buffers.q[:n]
-        config = self._config("qkv", weights.weight)
+        config = self._config("qkv", n, weights.weight)
         x, inside = self._norm(x, norm, inside=config is not None)
         if config is not None:
             return qkv(
@@ -134,10 +133,10 @@ class CudaOps:
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
         """-> x + linear(y), in place."""
-        return self._add("out", x, y, weights)
+        return self._add(x, y, weights)
 
-    def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
-        config = self._config(kind, weights.weight)
+    def _add(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+        config = self._config("linear", self._tokens, weights.weight)
         if config is not None:
             return linear(
                 y,
@@ -155,7 +154,7 @@ class CudaOps:
         """-> x + mlp(norm(x)), in place."""
         buffers, n = self._place.buffers, self._tokens
         weight = mlp.gate_up.weight
-        config = self._config("gate_up", weight)
+        config = self._config("gate_up", n, weight)
         normed, inside = self._norm(x, norm, inside=config is not None)
         inner = buffers.inner[:n]
         if config is not None:
@@ -163,15 +162,13 @@ class CudaOps:
         else:
             both = torch.mm(normed, weight.t(), out=buffers.gate_up[:n])
             silu_mul(both, out=inner, with_pdl=self._place.pdl)
-        return self._add("down", x, inner, mlp.down)
+        return self._add(x, inner, mlp.down)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
         n = x.shape[0]
         out = self._place.buffers.logits[:n]
-        config = None
-        if n <= MAX_TOKENS:
-            config = tuned.choose("head", n, *weight.shape, self._place.card)
+        config = self._config("linear", n, weight)
         x, inside = self._norm(x, norm, inside=config is not None)
         if config is None:
             return torch.mm(x, weight.t(), out=out)

@@ -13,7 +13,7 @@ _SLOTS = 4  # more than the steps that can be in flight
 class Upload:
     """A ring of pinned int32 arrays; a slot is written again only after its copy has ended."""
 
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._slots = [
             torch.zeros(shape, dtype=torch.int32, pin_memory=cuda) for _ in range(_SLOTS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
 from headrace.engine.protocol import Capacity, StepCost
@@ -133,6 +133,10 @@ class FakeRunner:
             ticket.touched.update(blocks)
         self._in_flight.append(ticket)
         return ticket
+
+    def counters(self) -> Mapping[str, int]:
+        """Nothing of its own. See `engine.protocol.Runner`."""
+        return {}
 
     def close(self) -> None:
         """Forget everything. See `engine.protocol.Runner`."""
