@@ -36,8 +36,8 @@ Norm = tuple[Tensor, float]  # weight [K], eps
 class Config:
     """How a matrix is streamed. Sizes are powers of two.
 
-    block_n rows a program, block_k columns a turn (of 16 bits; half as many of 32), `stages` - 1
-    tiles in shared memory, `split_k` programs that share the same rows, `prefetch_bytes` of its
+    block_n rows a program, block_k columns a turn (of 16 bits; fewer of 32), `stages` of
+    the pipeline, `split_k` programs that share the same rows, `prefetch_bytes` of its
     rows that a program fetches into the L2 cache while the kernel before ends (0: none; without
     dependent launches none). `fold_norm`: a norm folds into the product where it can; else it is a
     kernel of its own, before.
@@ -50,6 +50,15 @@ class Config:
     split_k: int = 1
     prefetch_bytes: int = 0
     fold_norm: bool = True
+
+
+def shared_bytes(config: Config, bucket: int) -> int:
+    """Shared memory of a program's pipeline for a tile of `bucket` tokens.
+
+    Tiles of 64 tokens go through the asynchronous matrix unit (wgmma), which holds one stage more.
+    """
+    stages = config.stages if bucket == MAX_TOKENS else config.stages - 1
+    return (bucket + config.block_n) * config.block_k * 2 * stages
 
 
 class Workspace:
@@ -80,8 +89,13 @@ def block_m(tokens: int) -> int:
 
 
 def columns_a_turn(x: Tensor, config: Config) -> int:
-    """block_k for elements of this size: a turn has as many bytes in every dtype."""
-    return max(16, config.block_k * 2 // x.element_size())
+    """block_k for elements of this size: no dtype has more bytes a turn.
+
+    float32 has no matrix unit here: more than 64 columns at once spill its registers.
+    """
+    if x.element_size() == 2:
+        return config.block_k
+    return max(16, min(64, config.block_k // 2))
 
 
 def check(x: Tensor, weight: Tensor, norm: Norm | None) -> None:
