@@ -220,10 +220,12 @@ def product(
     if PREFETCH > 0:
         end_k = tl.minimum(first_k + TURNS * BK, K)
         fetch(weight, group, first_k, end_k, N, K, HALF, BN, PREFETCH, THREADS)
+    column = tl.arange(0, BK)
+    if NORM:
+        g = tl.load(gain + first_k + column, mask=first_k + column < K, other=0.0)
     pdl.wait(PDL)
 
     token = tl.arange(0, BM)
-    column = tl.arange(0, BK)
     live = token < m
     row = rows_of(group, tl.arange(0, BN), N, HALF, BN)
     x_at = x + token[:, None] * K + column[None, :]
@@ -242,12 +244,11 @@ def product(
                 weight_at + k, mask=inside[:, None], other=0.0, eviction_policy="evict_first"
             )
         if NORM:
-            if EVEN:
-                g = tl.load(gain + k + column)
-            else:
-                g = tl.load(gain + k + column, mask=inside, other=0.0)
+            after = k + BK + column  # a turn ahead: its latency hides behind this turn's products
+            next_g = tl.load(gain + after, mask=after < K, other=0.0)
             gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             a = a * g[None, :]
+            g = next_g
         acc = tl.dot(a, b, acc, input_precision="ieee")
     square = tl.sum(tl.where(token[:, None] == token[None, :], gram, 0.0), axis=1)
 
