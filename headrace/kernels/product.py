@@ -181,8 +181,8 @@ def rows_of(group, j, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr):
     if HALF == 0:
         return tl.minimum(group * BN + j, N - 1).to(tl.int64)
     else:
-        pair = tl.minimum(group * (BN // 2) + j // 2, N // 2 - 1).to(tl.int64)
-        return pair // HALF * (2 * HALF) + pair % HALF + (j % 2) * HALF
+        pair = tl.minimum(group * (BN // 2) + j // 2, N // 2 - 1)
+        return (pair // HALF * (2 * HALF) + pair % HALF + (j % 2) * HALF).to(tl.int64)
 
 
 @triton.jit
@@ -223,13 +223,12 @@ def product(
     column = tl.arange(0, BK)
     if NORM:
         g = tl.load(gain + first_k + column, mask=first_k + column < K, other=0.0)
-    pdl.wait(PDL)
-
     token = tl.arange(0, BM)
     live = token < m
     row = rows_of(group, tl.arange(0, BN), N, HALF, BN)
     x_at = x + token[:, None] * K + column[None, :]
     weight_at = weight + row[None, :] * K + column[:, None]
+    pdl.wait(PDL)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     gram = tl.zeros((BM, BM), dtype=tl.float32)  # x x^T
     for turn in range(TURNS):
