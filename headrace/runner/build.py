@@ -25,6 +25,8 @@ from headrace.runner.runner import TorchRunner
 from headrace.sources.files import ModelFiles
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
+PROCESSOR = torch.device("cpu")
+PROGRESS_S = 5.0  # between two lines about weights that load
 
 
 class LoadInfo(msgspec.Struct, frozen=True):
@@ -62,7 +64,7 @@ def load_runner(
         facts = read_facts(settings, files)
     spec, checkpoint, dtype = facts.spec, facts.checkpoint, facts.dtype
     with _phase("load weights", report):
-        model = load_model(spec, checkpoint, dtype.value)
+        model = load_model(spec, checkpoint, dtype.value, report=report)
     with _phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()
         blocks = ledger.size_kv(settings, spec, dtype.value, free_bytes)
@@ -126,15 +128,41 @@ def named(dtype: Resolved[torch.dtype]) -> Resolved[str]:
     return Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
 
 
-def load_model(spec: ModelSpec, checkpoint: Checkpoint | None, dtype: torch.dtype) -> Decoder:
-    """The model with its weights; random ones if `checkpoint` is None."""
+def load_model(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device = PROCESSOR,
+    report: Report | None = None,
+) -> Decoder:
+    """The model with its weights on `device`; random ones if `checkpoint` is None.
+
+    `report` hears every few seconds how far it is.
+    """
     module = module_of(spec.architecture)
-    model, slots = module.build(spec, dtype), module.slots(spec)
+    with torch.device(device):
+        model = module.build(spec, dtype)
+    slots = module.slots(spec)
     if checkpoint is None:
         weights.fill_dummy(model, slots)
     else:
-        weights.load(model, slots, checkpoint)
+        weights.load(model, slots, checkpoint, report and _every_few_seconds(report))
     return model
+
+
+def _every_few_seconds(report: Report) -> weights.Progress:
+    begun_s = said_s = time.perf_counter()
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal said_s
+        now_s = time.perf_counter()
+        if now_s - said_s < PROGRESS_S:
+            return
+        said_s = now_s
+        share = f"{ledger.show_bytes(done_bytes)} of {ledger.show_bytes(total_bytes)}"
+        report(f"loaded {share} of weights", now_s - begun_s)
+
+    return progress
 
 
 def _lines(
