@@ -15,6 +15,7 @@ from headrace.kernels import pdl
 from headrace.kernels.attention import LOG2E, check_layout, output_like, soft_cap
 from headrace.kernels.attention_configs import PrefillConfig, prefill_config
 from headrace.kernels.chunks import Chunks
+from headrace.kernels.launch import launch
 
 
 @triton.jit
@@ -215,7 +216,9 @@ def prefill(
     config = config or prefill_config(q.dtype, d)
     assert chunks.tile_rows == config.rows, (chunks.tile_rows, config)
     out = output_like(q, out)
-    _prefill_kernel[(chunks.tiles.shape[0] * kv_heads,)](
+    launch(
+        _prefill_kernel,
+        (chunks.tiles.shape[0] * kv_heads,),
         q,
         k,
         v,

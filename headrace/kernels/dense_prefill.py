@@ -114,7 +114,9 @@ def gather(
     assert out_v.is_contiguous(), "out layout"
     assert out_k.shape == out_v.shape, (out_k.shape, out_v.shape)
     tile = 64
-    _gather_kernel[(triton.cdiv(length, tile) * kv_heads,)](
+    launch(
+        _gather_kernel,
+        (triton.cdiv(length, tile) * kv_heads,),
         k,
         v,
         tables,
@@ -187,7 +189,9 @@ def merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor) -> No
     assert a.stride(2) == b.stride(2) == 1, "outputs dense in d"
     assert out.is_contiguous(), "out layout"
     tile = 16
-    _merge_kernel[(triton.cdiv(n * heads, tile),)](
+    launch(
+        _merge_kernel,
+        (triton.cdiv(n * heads, tile),),
         a,
         b,
         a_lse.contiguous(),
