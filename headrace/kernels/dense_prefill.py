@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.attention import check_layout, output_like
+from headrace.kernels.launch import launch
 
 # q [1, heads, n, d], k and v [1, kv_heads, s, d], causal, scale ->
 # output [1, heads, n, d] and log-sum-exp (natural) of heads * n elements in that order.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from headrace.runner import ledger, weights
 from headrace.runner.checkpoint import Checkpoint, dtypes_of, open_checkpoint
 from headrace.runner.phase import Report, phase
 from headrace.runner.runner import TorchRunner
+from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
 
 PROCESSOR = torch.device("cpu")
@@ -60,6 +63,8 @@ def load_runner(settings: Settings, files: ModelFiles, report: Report) -> tuple[
 
 
 def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
+    # Compiled kernels stay; Triton's own key names sources, versions, options and card.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_home() / "triton"))
     with phase("find the GPU", report):
         from headrace.backends.cuda.device import find_card
         from headrace.runner.build_cuda import build_runner
