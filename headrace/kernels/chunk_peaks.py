@@ -36,7 +36,7 @@ def chunk_peaks_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     row = logits + draw.to(tl.int64) * VOCAB
     z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
-    z = tl.where(z == z, z, float("inf"))
+    z = tl.where(z == z, z, float("inf"))  # NaN is not equal to itself
     peak = tl.max(z, 0)
     tl.store(peaks + at, peak)
     tl.store(firsts + at, tl.min(tl.where(z == peak, ids, VOCAB - 1), 0))

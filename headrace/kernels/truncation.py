@@ -171,20 +171,20 @@ def gather_kernel(
         row = logits + draw.to(tl.int64) * VOCAB
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
         keys = _short(z, LOW)
-        inside = (keys >= low) & (keys < high) & (ids < VOCAB)
-        rank = tl.cumsum(inside.to(tl.int32), 0)
-        start = tl.atomic_add(counts + draw * 2, tl.sum(inside.to(tl.int32), 0))
-        place = start + rank - 1
-        target = candidates + draw.to(tl.int64) * ROOM + place
-        tl.store(target, keys, mask=inside & (place < ROOM))
         if chunk_peak >= high:
-            mine = params + tl.load(draw_rows + draw) * 8
-            scale = slope(tl.load(mine).to(tl.float32, bitcast=True))
+            temperature = tl.load(params + tl.load(draw_rows + draw) * 8)
+            scale = slope(temperature.to(tl.float32, bitcast=True))
             _, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
             above = keys >= high
             tl.atomic_add(counts + draw * 2 + 1, tl.sum(above.to(tl.int32), 0))
             mass = tl.sum(tl.where(above, weight(z, peak, scale), 0), 0)
             tl.atomic_add(above_mass + draw, mass)
+        inside = (keys >= low) & (keys < high) & (ids < VOCAB)
+        rank = tl.cumsum(inside.to(tl.int32), 0)
+        start = tl.atomic_add(counts + draw * 2, tl.sum(inside.to(tl.int32), 0))
+        place = start + rank - 1
+        mine = candidates + draw.to(tl.int64) * ROOM
+        tl.store(mine + place, keys, mask=inside & (place < ROOM))
 
 
 @triton.jit
@@ -204,10 +204,9 @@ def _measure(source, n, pivots, peak, scale, WEIGH: tl.constexpr, KEYS: tl.const
         else:
             z = tl.load(source + at, mask=real, other=NEG_INF).to(tl.float32)
             keys = _short(z, LOW)
+        value = real.to(tl.int64)
         if WEIGH:
-            value = tl.where(real, weight(z, peak, scale), 0)
-        else:
-            value = real.to(tl.int64)
+            value *= weight(z, peak, scale)
         above = keys.to(tl.int64)[None, :] >= pivots[:, None]
         found += tl.where(above, value[None, :], 0)
         start += BLOCK
