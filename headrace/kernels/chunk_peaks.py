@@ -12,7 +12,7 @@ from headrace.kernels.weights import NEG_INF, slope, weight
 @triton.jit
 def chunk_peaks_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     firsts,
@@ -41,7 +41,7 @@ def chunk_peaks_kernel(
     tl.store(peaks + at, peak)
     tl.store(firsts + at, tl.min(tl.where(z == peak, ids, VOCAB - 1), 0))
     if WEIGH:
-        temperature = tl.load(params + tl.load(draw_rows + draw) * 8).to(tl.float32, bitcast=True)
+        temperature = tl.load(settings + tl.load(draw_rows + draw) * 8).to(tl.float32, bitcast=True)
         mass = tl.zeros((), tl.int64)
         if (temperature > 0.0) & (peak > NEG_INF) & (peak < float("inf")):
             mass = tl.sum(weight(z, peak, slope(temperature)), 0)

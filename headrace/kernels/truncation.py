@@ -72,7 +72,7 @@ def _at(sorted_keys, index, N: tl.constexpr):
 @triton.jit
 def bracket_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     masses,
@@ -92,7 +92,7 @@ def bracket_kernel(
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
-    mine = params + tl.load(draw_rows + draw) * 8
+    mine = settings + tl.load(draw_rows + draw) * 8
     temperature, top_k, top_p, _ = _limits(mine, VOCAB)
     chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     fine = (peak > NEG_INF) & (peak < float("inf"))
@@ -143,7 +143,7 @@ def bracket_kernel(
 @triton.jit
 def gather_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     brackets,
@@ -172,7 +172,7 @@ def gather_kernel(
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
         keys = _short(z, LOW)
         if chunk_peak >= high:
-            temperature = tl.load(params + tl.load(draw_rows + draw) * 8)
+            temperature = tl.load(settings + tl.load(draw_rows + draw) * 8)
             scale = slope(temperature.to(tl.float32, bitcast=True))
             _, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
             above = keys >= high
@@ -266,7 +266,7 @@ def _edge(
 @triton.jit
 def edge_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     masses,
@@ -287,7 +287,7 @@ def edge_kernel(
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
-    mine = params + tl.load(draw_rows + draw) * 8
+    mine = settings + tl.load(draw_rows + draw) * 8
     temperature, top_k, top_p, min_p = _limits(mine, VOCAB)
     chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     edge = tl.full((), KEEP_ALL, tl.int32)
@@ -335,7 +335,7 @@ def edge_kernel(
 @triton.jit
 def kept_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     masses,
@@ -359,7 +359,7 @@ def kept_kernel(
         peak = tl.load(peaks + at)
         mass = tl.zeros((), tl.int64)
         if ordered(peak) >= edge:
-            temperature = tl.load(params + tl.load(draw_rows + draw) * 8)
+            temperature = tl.load(settings + tl.load(draw_rows + draw) * 8)
             scale = slope(temperature.to(tl.float32, bitcast=True))
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             row = logits + draw.to(tl.int64) * VOCAB
