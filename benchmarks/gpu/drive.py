@@ -22,6 +22,11 @@ from benchmarks.gpu.work import Limits, Work, limit_s
 Generate = Callable[[list[list[int]], int, float], None]
 
 
+_CACHES = (
+    "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT",
+)  # fmt: skip
+
+
 class Rows:
     """Where figures go: standard output, and a file if there is one, a JSON object a line."""
 
@@ -49,6 +54,11 @@ class Clock:
     @property
     def left_s(self) -> float:
         return self._end_s - time.monotonic()
+
+
+def cache_environment(folder: Path) -> dict[str, str]:
+    """Environment under which every kernel cache that an engine may have lies in `folder`."""
+    return {name: str(folder / name.lower()) for name in _CACHES}
 
 
 def process_age_s() -> float:

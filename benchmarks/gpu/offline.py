@@ -21,16 +21,17 @@ from typing import Any
 
 import click
 
-from benchmarks.gpu.drive import Clock, Rows, limits_row, process_age_s, run_works
+from benchmarks.gpu.drive import (
+    Clock,
+    Generate,
+    Rows,
+    cache_environment,
+    limits_row,
+    process_age_s,
+    run_works,
+)
 from benchmarks.gpu.shapes import CONFIGS, shape_of, write_folder
 from benchmarks.gpu.work import LISTS, MODEL_LEN, Limits
-
-CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-
-
-def cache_environment(folder: Path) -> dict[str, str]:
-    """Environment under which every kernel cache that an engine may have lies in `folder`."""
-    return {name: str(folder / name.lower()) for name in CACHES}
 
 
 def start(folder: Path, settings: dict[str, Any], began: str, rows: Rows) -> Any:
@@ -49,6 +50,7 @@ def start(folder: Path, settings: dict[str, Any], began: str, rows: Rows) -> Any
         seconds=process_age_s(),
         kv_blocks=llm.info.kv_blocks,
         max_num_seqs=llm.info.max_num_seqs,
+        version=headrace.__version__,
     )
     return llm
 
@@ -143,7 +145,7 @@ def main(
         llm.close()
 
 
-def generator(llm: Any) -> Any:
+def generator(llm: Any) -> Generate:
     """The function that `run_works` calls."""
     import headrace
 

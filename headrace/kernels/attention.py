@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.chunks import Chunks
 from headrace.kernels.columns import StepColumns
 
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax in base 2: exp2 is one instruction
@@ -105,6 +106,36 @@ def decode_reference(
             keys,
             values,
             position,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    return out
+
+
+def prefill_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    chunks: Chunks,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What `attention_prefill.prefill` computes, chunk by chunk, in float64; NaN elsewhere."""
+    out = torch.full(q.shape, torch.nan, dtype=torch.float64, device=q.device)
+    columns = (chunks.rows, chunks.starts, chunks.counts, chunks.firsts)
+    for row, start, count, first in zip(*(x.tolist() for x in columns), strict=True):
+        keys, values = (cached(x, tables[row], start + count) for x in (k, v))
+        out[first : first + count] = attend_reference(
+            q[first : first + count],
+            keys,
+            values,
+            start,
             scale=scale,
             window=window,
             softcap=softcap,

@@ -40,3 +40,33 @@ def decode_config(dtype: torch.dtype, head_dim: int) -> DecodeConfig:
     if head_dim > 128:
         return DecodeConfig(32, 4, 3)
     return DecodeConfig(64, 4, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """rows: queries times heads of one program; tile_keys: keys a turn of the loop."""
+
+    rows: int
+    tile_keys: int
+    warps: int
+    stages: int
+
+
+# Hopper's wgmma takes 64 rows a group of four warps. Tiles of 128 keys, and 128 rows in four
+# warps, spill registers at head_dim 128.
+PREFILL_CANDIDATES = (
+    PrefillConfig(128, 64, 8, 3),
+    PrefillConfig(128, 64, 8, 2),
+    PrefillConfig(128, 32, 8, 4),
+    PrefillConfig(64, 64, 4, 3),
+    PrefillConfig(64, 64, 4, 2),
+    PrefillConfig(64, 32, 4, 4),
+)
+
+
+def prefill_config(dtype: torch.dtype, head_dim: int) -> PrefillConfig:
+    if dtype == torch.float32:  # no matrix units: tiles that fit the registers
+        return PrefillConfig(32, 16, 8, 2)
+    if head_dim > 128:
+        return PrefillConfig(128, 32, 8, 2)
+    return PrefillConfig(128, 64, 8, 3)

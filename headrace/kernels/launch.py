@@ -14,6 +14,20 @@ from typing import Any
 import triton
 
 _compiling = False  # one thread launches; see `compiling`
+_compiled = 0
+
+
+def _count(**_facts: Any) -> None:
+    global _compiled
+    _compiled += 1
+
+
+triton.knobs.runtime.jit_post_compile_hook = _count
+
+
+def compiled() -> int:
+    """Kernels that this process has compiled, or fetched from the cache on disk, so far."""
+    return _compiled
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from typing import Any
 
 import msgspec
@@ -20,7 +22,11 @@ from headrace.runner import ledger, weights
 from headrace.runner.checkpoint import Checkpoint, dtypes_of, open_checkpoint
 from headrace.runner.phase import Report, phase
 from headrace.runner.runner import TorchRunner
+from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
+
+PROCESSOR = torch.device("cpu")
+PROGRESS_S = 5.0  # between two lines about weights that load
 
 
 class LoadInfo(msgspec.Struct, frozen=True):
@@ -57,6 +63,8 @@ def load_runner(settings: Settings, files: ModelFiles, report: Report) -> tuple[
 
 
 def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
+    # Compiled kernels stay; Triton's own key names sources, versions, options and card.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_home() / "triton"))
     with phase("find the GPU", report):
         from headrace.backends.cuda.device import find_card
         from headrace.runner.build_cuda import build_runner
@@ -67,8 +75,7 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
     with phase("read the model's config", report):
         facts = read_facts(settings, files)
     with phase("load weights", report):
-        with target:
-            model = load_model(facts.spec, facts.checkpoint, facts.dtype.value)
+        model = load_model(facts.spec, facts.checkpoint, facts.dtype.value, target, report)
         torch.cuda.synchronize(target)
     runner, blocks, length, lines = build_runner(
         settings, model, facts.wanted_model_len, card, report
@@ -83,7 +90,7 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
         facts = read_facts(settings, files)
     spec, checkpoint, dtype = facts.spec, facts.checkpoint, facts.dtype
     with phase("load weights", report):
-        model = load_model(spec, checkpoint, dtype.value)
+        model = load_model(spec, checkpoint, dtype.value, report=report)
     with phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()
         blocks = ledger.size_kv(settings, spec, dtype.value, free_bytes)
@@ -198,12 +205,38 @@ def named(dtype: Resolved[torch.dtype]) -> Resolved[str]:
     return Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
 
 
-def load_model(spec: ModelSpec, checkpoint: Checkpoint | None, dtype: torch.dtype) -> Decoder:
-    """The model with its weights; random ones if `checkpoint` is None."""
+def load_model(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device = PROCESSOR,
+    report: Report | None = None,
+) -> Decoder:
+    """The model with its weights on `device`; random ones if `checkpoint` is None.
+
+    `report` hears every few seconds how far it is.
+    """
     module = module_of(spec.architecture)
-    model, slots = module.build(spec, dtype), module.slots(spec)
+    with torch.device(device):
+        model = module.build(spec, dtype)
+    slots = module.slots(spec)
     if checkpoint is None:
         weights.fill_dummy(model, slots)
     else:
-        weights.load(model, slots, checkpoint)
+        weights.load(model, slots, checkpoint, report and _every_few_seconds(report))
     return model
+
+
+def _every_few_seconds(report: Report) -> weights.Progress:
+    begun_s = said_s = time.perf_counter()
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal said_s
+        now_s = time.perf_counter()
+        if now_s - said_s < PROGRESS_S:
+            return
+        said_s = now_s
+        share = f"{ledger.show_bytes(done_bytes)} of {ledger.show_bytes(total_bytes)}"
+        report(f"loaded {share} of weights", now_s - begun_s)
+
+    return progress

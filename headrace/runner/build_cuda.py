@@ -15,6 +15,7 @@ from headrace.config import Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
 from headrace.errors import ConfigError
 from headrace.kernels import pdl
+from headrace.kernels.product import Workspace
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
 from headrace.runner import ledger
@@ -62,7 +63,14 @@ def forward_on(model: Decoder, plan: Plan, blocks: int, card: Card, buffers: Buf
     positions = torch.arange(width * plan.block_size, device=device)
     cos, sin = (t[:, 0].contiguous() for t in model.rotary(positions, torch.float32))
     place = Place(
-        store, buffers, cos, sin, state.last, state.spare_row, card.name, pdl.supported(device)
+        store=store,
+        buffers=buffers,
+        workspace=Workspace(device),
+        cos=cos,
+        sin=sin,
+        last=state.last,
+        card=card.name,
+        pdl=pdl.supported(device),
     )
     attention = Attention(
         spec, card.multiprocessors, plan.max_tokens, plan.max_rows, model.dtype, device

@@ -20,7 +20,7 @@ from headrace.backends.cuda.ops import CudaOps, Place
 from headrace.kernels import sampling
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.draw_params import KINDS, Kind
-from headrace.kernels.launch import compiling
+from headrace.kernels.launch import compiled, compiling
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState, StepInput
@@ -55,6 +55,7 @@ class Forward:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._input = self._small
         self._pool: Any = None
+        self._compiled = compiled()
         self._scratch = sampling.Scratch.allocate(draws, model.spec.vocab_size, self.device)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
@@ -191,11 +192,17 @@ class Forward:
                 self._pool = graph.pool()
                 self._graphs[size] = graph
             self._stream.synchronize()
+        self._compiled = compiled()
 
     @property
     def graph_count(self) -> int:
         """Graphs there are when all are captured."""
         return len(self._sizes)
+
+    @property
+    def compiles(self) -> int:
+        """Kernels compiled since the graphs were captured."""
+        return compiled() - self._compiled
 
     def close(self) -> None:
         """Wait for the device and drop the graphs."""

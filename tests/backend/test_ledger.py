@@ -16,6 +16,7 @@ from headrace.errors import ConfigError
 from headrace.models.spec import ModelSpec, Rope
 from headrace.runner import ledger
 from headrace.runner.build import explain, load_runner
+from headrace.runner.runner import TorchRunner
 from headrace.sources.files import ModelFiles
 
 SPEC = ModelSpec(
@@ -194,5 +195,6 @@ def test_the_thread_setting_reaches_the_worker(tmp_path: Path) -> None:
     runner, _ = load_runner(
         cpu(load_format="dummy", kv_blocks=2, threads=1), dummy(tmp_path), lambda name, s: None
     )
+    assert isinstance(runner, TorchRunner)
     assert runner.submit(torch.get_num_threads).result() == 1
     runner.close()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.upload import Upload
 from headrace.kernels.attention_configs import prefill_config
 from headrace.kernels.attention_decode import Scratch, choose_splits, decode
 from headrace.kernels.attention_prefill import prefill

@@ -1,8 +1,8 @@
 """A step's arithmetic on a GPU; see `models.ops.Ops`.
 
-Few tokens (at most `product.MAX_TOKENS`): Triton kernels that stream each weight once, with the norm, bias,
-rotary, KV write, SiLU and residual inside. More: the library's matrix products (cuBLAS) with one
-element-wise kernel between two of them. Which one, per shape, is data: `kernels.tuned`.
+Few tokens (at most `product.MAX_TOKENS`): Triton kernels that stream each weight once, with the
+norm, bias, rotary, KV write, SiLU and residual inside. More: the library's matrix products (cuBLAS)
+with one element-wise kernel between two of them. Which one, per shape, is data: `kernels.tuned`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.kernels.begin import begin
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.gate_up import gate_up
 from headrace.kernels.linear import linear
-from headrace.kernels.product import FOLD_TOKENS, Config, Workspace
+from headrace.kernels.product import Config, Workspace
 from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import rms_norm
 from headrace.kernels.rotary import rotary_write
@@ -56,21 +56,15 @@ class CudaOps:
     def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
         """The small-m kernel's configuration, None where the library is faster."""
         n, k = weight.shape
-        size = weight.element_size()
-        return tuned.choose(kind, tokens, n, k, self._place.card, element_bytes=size)
+        return tuned.choose(kind, tokens, n, k, self._place.card)
 
     def _options(self, config: Config) -> dict[str, Any]:
         place = self._place
         return {"config": config, "workspace": place.workspace, "with_pdl": place.pdl}
 
-    def _norm(
-        self, x: Tensor, norm: RMSNorm, *, inside: bool
-    ) -> tuple[Tensor, tuple[Tensor, float] | None]:
-        """What a linear reads and the norm it applies: normed already, or on its way in."""
-        if inside and x.shape[0] <= FOLD_TOKENS and x.dtype != torch.float16:
-            return x, (norm.weight, norm.eps)
+    def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         out = self._place.buffers.normed[: x.shape[0]]
-        return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl), None
+        return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl)
 
     def embed(self, embedding: Embedding) -> Tensor:
         """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
@@ -91,7 +85,6 @@ class CudaOps:
         k, v = place.store.k[layer], place.store.v[layer]
         out = place.buffers.q[:n]
         config = self._config("qkv", n, weights.weight)
-        x, inside = self._norm(x, norm, inside=config is not None)
         if config is not None:
             return qkv(
                 x,
@@ -103,11 +96,11 @@ class CudaOps:
                 k,
                 v,
                 heads=out.shape[1],
-                norm=inside,
+                norm=(norm.weight, norm.eps),
                 q=out,
                 **self._options(config),
             )
-        both = place.buffers.qkv[:n]
+        x, both = self._normed(x, norm), place.buffers.qkv[:n]
         if weights.bias is None:
             torch.mm(x, weights.weight.t(), out=both)
         else:
@@ -133,10 +126,10 @@ class CudaOps:
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
         """-> x + linear(y), in place."""
-        return self._add(x, y, weights)
+        return self._add("out", x, y, weights)
 
-    def _add(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
-        config = self._config("linear", self._tokens, weights.weight)
+    def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+        config = self._config(kind, self._tokens, weights.weight)
         if config is not None:
             return linear(
                 y,
@@ -155,21 +148,21 @@ class CudaOps:
         buffers, n = self._place.buffers, self._tokens
         weight = mlp.gate_up.weight
         config = self._config("gate_up", n, weight)
-        normed, inside = self._norm(x, norm, inside=config is not None)
         inner = buffers.inner[:n]
         if config is not None:
-            gate_up(normed, weight, norm=inside, out=inner, **self._options(config))
+            gate_up(x, weight, norm=(norm.weight, norm.eps), out=inner, **self._options(config))
         else:
-            both = torch.mm(normed, weight.t(), out=buffers.gate_up[:n])
+            both = buffers.gate_up[:n]
+            torch.mm(self._normed(x, norm), weight.t(), out=both)
             silu_mul(both, out=inner, with_pdl=self._place.pdl)
-        return self._add(x, inner, mlp.down)
+        return self._add("down", x, inner, mlp.down)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
         n = x.shape[0]
         out = self._place.buffers.logits[:n]
-        config = self._config("linear", n, weight)
-        x, inside = self._norm(x, norm, inside=config is not None)
+        config = self._config("head", n, weight)
         if config is None:
-            return torch.mm(x, weight.t(), out=out)
-        return linear(x, weight, norm=inside, out=out, **self._options(config))
+            return torch.mm(self._normed(x, norm), weight.t(), out=out)
+        gain = (norm.weight, norm.eps)
+        return linear(x, weight, norm=gain, out=out, **self._options(config))
