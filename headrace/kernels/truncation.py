@@ -196,20 +196,21 @@ def _measure(source, n, pivots, peak, scale, WEIGH: tl.constexpr, KEYS: tl.const
     found = tl.zeros((pivots.shape[0], BLOCK), tl.int64)
     start = tl.zeros((), tl.int32)
     while start < n:
-        at = start + tl.arange(0, BLOCK)
-        real = at < n
-        if KEYS:
-            keys = tl.load(source + at, mask=real, other=KEEP_ALL >> LOW)
-            z = _logit(keys, LOW)
-        else:
-            z = tl.load(source + at, mask=real, other=NEG_INF).to(tl.float32)
-            keys = _short(z, LOW)
-        value = real.to(tl.int64)
-        if WEIGH:
-            value *= weight(z, peak, scale)
-        above = keys.to(tl.int64)[None, :] >= pivots[:, None]
-        found += tl.where(above, value[None, :], 0)
-        start += BLOCK
+        for _ in tl.static_range(2 if KEYS else 4):  # loads in flight together
+            at = start + tl.arange(0, BLOCK)
+            real = at < n
+            if KEYS:
+                keys = tl.load(source + at, mask=real, other=KEEP_ALL >> LOW)
+                z = _logit(keys, LOW)
+            else:
+                z = tl.load(source + at, mask=real, other=NEG_INF).to(tl.float32)
+                keys = _short(z, LOW)
+            value = real.to(tl.int64)
+            if WEIGH:
+                value *= weight(z, peak, scale)
+            above = keys.to(tl.int64)[None, :] >= pivots[:, None]
+            found += tl.where(above, value[None, :], 0)
+            start += BLOCK
     return tl.sum(found, 1)
 
 
