@@ -13,7 +13,7 @@ MAX_CHUNKS = 64
 
 
 class ChunkTable:
-    """Room for `MAX_CHUNKS` chunks of at most `tokens` tokens in all; unused tiles name chunk -1."""
+    """Room for `MAX_CHUNKS` chunks of at most `tokens` tokens in all. Unused tiles: chunk -1."""
 
     def __init__(self, tokens: int, group: int, tile_rows: int, device: torch.device) -> None:
         self._group, self._tile_rows = group, tile_rows
