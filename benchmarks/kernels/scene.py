@@ -22,14 +22,13 @@ from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
 from headrace.backends.cuda.ops import CudaOps
-from headrace.kernels.columns import StepColumns
 from headrace.kernels.launch import compiling
 from headrace.kernels.product import Config
 from headrace.kernels.tuned import Decoding
 from headrace.messages import Join, Output, Sampling, StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.build_cuda import Plan, forward_on
-from headrace.runner.device_state import StepInput
+from headrace.runner.step_input import StepInput
 
 BLOCK_SIZE = 16
 REPLAYS = 128  # the most that one timing takes: positions move on with each
@@ -53,38 +52,29 @@ class Scene:
         self, model: Decoder, card: Card, tokens: int, longest: int, choices: Choices
     ) -> None:
         self.tokens, self.choices = tokens, choices
-        self._model, spec = model, model.spec
-        parameter = next(model.parameters())
-        self._device = parameter.device
+        self._model, spec, dtype = model, model.spec, model.dtype
+        self._device = next(model.parameters()).device
         draws = max(tokens, _ALIGNED)
-        self._buffers = Buffers(spec, tokens, draws, parameter.dtype, self._device)
-        blocks_a_row = -(-(longest + REPLAYS) // BLOCK_SIZE) + 1
-        plan = Plan(
-            max_rows=tokens,
-            max_tokens=tokens,
-            block_size=BLOCK_SIZE,
-            max_model_len=longest + REPLAYS,
-        )
-        self.forward = forward_on(
+        self._buffers = Buffers(spec, tokens, draws, dtype, self._device)
+        length = longest + REPLAYS
+        blocks_a_row = -(-length // BLOCK_SIZE) + 1
+        plan = Plan(tokens, tokens, BLOCK_SIZE, length)
+        blocks = tokens * blocks_a_row
+        self._forward = forward_on(
             model,
             plan,
-            tokens * blocks_a_row,
+            blocks,
             card,
             self._buffers,
             choose=self._choose,
             decoding=self._decoding,
         )
         self._attention = Attention(
-            spec,
-            card.multiprocessors,
-            tokens,
-            tokens,
-            parameter.dtype,
-            self._device,
-            self._decoding,
+            spec, card.multiprocessors, tokens, tokens, dtype, self._device, self._decoding
         )
-        self._step = 0
-        with torch.inference_mode(), self.forward.on_stream():
+        self._input = StepInput(tokens, draws, self._device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        with torch.inference_mode(), self._forward.on_stream():
             self._fill(blocks_a_row)
 
     def _choose(self, kind: str, m: int, n: int, k: int) -> Config | None:
@@ -96,55 +86,73 @@ class Scene:
         return chosen
 
     def _fill(self, blocks_a_row: int) -> None:
-        store, spare = self.forward.store, self.forward.store.spare_block
+        """Random keys, values and tokens; each row's blocks anywhere in the cache."""
+        state, store = self._forward.state, self._forward.store
         for cache in (*store.k, *store.v):
-            cache[:spare].normal_()
-        blocks = list(range(spare))
+            cache[: store.spare_block].normal_()
+        blocks = list(range(store.spare_block))
         random.Random(0).shuffle(blocks)
         joins = [
             Join(row, Sampling(temperature=0.0), 0, [blocks[row * blocks_a_row :][:blocks_a_row]])
             for row in range(self.tokens)
         ]
-        self.forward.state.apply(self._plan(0, joins))
-        self.forward.state.last.random_(0, self._model.spec.vocab_size)
+        state.apply(StepPlan(0, [], joins, [], [[]], [], [], [], [], [], [], [], []))
+        state.last.random_(0, self._model.spec.vocab_size)
 
-    def _plan(self, context: int, joins: Sequence[Join] = ()) -> StepPlan:
-        self._step += 1
-        rows = [] if joins else list(range(self.tokens))
-        return StepPlan(
-            step=self._step,
-            leaves=[],
-            joins=list(joins),
-            grows=[],
-            copies=[[]],
-            rows=rows,
-            starts=[context] * len(rows),
-            counts=[1] * len(rows),
-            ids=[None] * len(rows),
-            outputs=[Output.SAMPLE] * len(rows),
-            unwritten=[],
-            draw_from=rows,
-            draw_into=rows,
-        )
+    def _load(self, context: int) -> None:
+        """Send the columns of a step whose rows have `context` tokens behind them."""
+        rows, count = list(range(self.tokens)), self.tokens
+        kinds: list[int] = [Output.SAMPLE] * count
+        starts = [context] * count
+        ids: list[list[int] | None] = [None] * count
+        plan = StepPlan(1, [], [], [], [[]], rows, starts, [1] * count, ids, kinds, [], rows, rows)
+        self._input.load(plan, rows, self.tokens, self._forward.state.spare_row)
 
-    def run(self, context: int) -> None:
-        """Queue one step of rows that have `context` tokens behind them."""
-        self.forward.run(self._plan(context), list(range(self.tokens)))
+    def _ops(self) -> CudaOps:
+        columns = self._input.columns(self.tokens, self._forward.state.tables)
+        attention = self._attention.singles(columns)
+        return CudaOps(self._forward.place, columns, self._input.ids, attention)
+
+    def _launch(self) -> None:
+        """What `Forward` launches for a step of single tokens."""
+        ops = self._ops()
+        x = self._model(ops)
+        chosen = self._buffers.chosen[: self.tokens]
+        torch.index_select(x, 0, self._input.sources[: self.tokens], out=chosen)
+        self._model.logits(chosen, ops)
+
+    def step(self) -> None:
+        """Queue the next step: positions have moved on with the one before."""
+        if self._graph is None:
+            self._launch()
+        else:
+            self._graph.replay()
 
     def logits(self, context: int, choices: Choices) -> Tensor:
         """[tokens, vocab] of a step with these choices, float64."""
         self.capture(choices)
-        with torch.inference_mode(), self.forward.on_stream():
-            self.run(context)
-            return self._buffers.logits[: self.tokens].double()
+        with torch.inference_mode(), self._forward.on_stream():
+            self._load(context)
+            self._buffers.logits.fill_(float("nan"))
+            self.step()
+            return self._buffers.logits[: self.tokens].double().cpu()
 
     def capture(self, choices: Choices) -> None:
-        """Make the graph anew. Raises Unfit where a kernel does not fit the card."""
-        self.choices = choices
-        try:
-            self.forward.capture(limit=1)
-        except triton.runtime.errors.OutOfResources as error:
-            raise Unfit(str(error)) from error
+        """Make the graph anew; without a GPU steps are launched. Raises Unfit where a kernel does
+        not fit the card."""
+        self.choices, self._graph = choices, None
+        if self._device.type != "cuda":
+            return
+        with torch.inference_mode(), self._forward.on_stream():
+            self._load(0)
+            try:
+                self._launch()  # kernels are loaded before capture
+            except triton.runtime.errors.OutOfResources as error:
+                raise Unfit(str(error)) from error
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                self._launch()
+            self._graph = graph
 
     def times_ms(self, contexts: Sequence[int], replays: int) -> list[float]:
         """Median of `replays` steps in a row, for each context."""
@@ -153,26 +161,21 @@ class Scene:
 
     def _replay(self, context: int, replays: int) -> list[float]:
         """Milliseconds from step to step; the host runs ahead, so launches are not waited for."""
-        with torch.inference_mode(), self.forward.on_stream():
-            self.run(context)  # sends the columns
-            marks = []
-            for i in range(1, replays + 2):
+        with torch.inference_mode(), self._forward.on_stream():
+            self._load(context)
+            self.step()
+            marks = [_mark(self._device)]
+            for _ in range(replays):
+                self.step()
                 marks.append(_mark(self._device))
-                if i <= replays:
-                    self.run(context + i)
         return _between_ms(marks)
 
     def compile(self, wanted: Sequence[Choices], workers: int) -> None:
         """Compile what steps with these choices launch, side by side. One layer stands for all."""
-        source = StepInput(self.tokens, max(self.tokens, _ALIGNED), self._device)
-        ids = source.ids
-        columns = StepColumns(
-            source.rows, source.positions, source.writes, self.forward.state.tables
-        )
-        ops = CudaOps(self.forward.place, columns, ids, self._attention.singles(columns))
-        with torch.inference_mode(), self.forward.on_stream(), compiling(workers):
+        with torch.inference_mode(), self._forward.on_stream(), compiling(workers):
             for choices in wanted:
                 self.choices = choices
+                ops = self._ops()
                 x = self._model.blocks[0](ops.embed(self._model.embed), ops)
                 self._model.logits(x, ops)
 

@@ -22,7 +22,7 @@ from headrace.kernels.product import Workspace
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
 from headrace.runner import ledger
-from headrace.runner.calibrate import measure_cost
+from headrace.runner.calibrate import Probe, measure_cost
 from headrace.runner.cuda_runner import CudaRunner
 from headrace.runner.device_state import DeviceState
 from headrace.runner.forward import Forward
@@ -129,11 +129,13 @@ def build_runner(
     with phase("compile kernels", report):
         trial = forward_on(model, plan, -(-plan.max_tokens // plan.block_size), card, buffers)
         trial.compile(cores())
-    with phase("measure a step", report):
-        cost = measure_cost(trial, plan.max_tokens)
+    with phase("run the largest step", report):
+        probe = Probe(trial)
+        probe.seconds(0, min(plan.max_tokens, probe.room))
+        probe.close()
         room = measure_room(trial, card)
         trial.close()
-        del trial
+        del trial, probe
         torch.cuda.empty_cache()
     blocks = size_kv(settings, model.spec, model.dtype, room)
     length = ledger.fit_model_len(wanted_len, blocks.value, plan.block_size)
@@ -141,6 +143,8 @@ def build_runner(
     with phase("capture graphs", report):
         forward = forward_on(model, plan, blocks.value, card, buffers)
         forward.capture()
+    with phase("measure the time of steps", report):
+        cost = measure_cost(forward, plan.max_tokens)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
     lines = [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),

@@ -154,7 +154,7 @@ LIBRARY: dict[str, Any] = {**dict.fromkeys(KINDS), "decode": DECODING}
 def test_a_scene_runs_the_model_with_the_choices_it_is_given(tmp_path: Path) -> None:
     made = scene(tmp_path, OURS, 2)
     asked: list[str] = []
-    place = made.forward.place
+    place = made._forward.place
     whole: Callable[..., Config | None] = place.choose
 
     def listening(kind: str, m: int, n: int, k: int) -> Config | None:

@@ -43,9 +43,9 @@ class Attention:
         self.decoding = decoding
         splits = most_splits(spec.kv_heads, multiprocessors)
         self.scratch = Scratch(max_tokens, spec.heads, spec.head_dim, spec.kv_heads, splits, device)
-        self._group = spec.heads // spec.kv_heads
-        self._tile_rows = prefill_config(dtype, spec.head_dim).rows
-        tiles = max_rows + max_tokens * self._group // self._tile_rows
+        self.group = spec.heads // spec.kv_heads
+        self.tile_rows = prefill_config(dtype, spec.head_dim).rows
+        tiles = max_rows + max_tokens * self.group // self.tile_rows
         self._upload = Upload((4 * max_rows + 2 * tiles,), device)
         self._plan = torch.zeros(4 * max_rows + 2 * tiles, dtype=torch.int32, device=device)
 
@@ -64,12 +64,12 @@ class Attention:
             plan.starts[singles:],
             plan.counts[singles:],
             firsts.tolist(),
-            group=self._group,
-            tile_rows=self._tile_rows,
+            group=self.group,
+            tile_rows=self.tile_rows,
         )
         self._upload.slot()[: words.size] = words
         self._upload.send(self._plan, words.size)
-        chunks = Chunks.of(self._plan[: words.size], len(firsts), self._tile_rows)
+        chunks = Chunks.of(self._plan[: words.size], len(firsts), self.tile_rows)
         return StepAttention(self, columns, singles, chunks)
 
 
