@@ -1,7 +1,7 @@
 """Which configuration streams a matrix fastest on a card: data that a script measured.
 
 `tuned/<card>.json` is written by `scripts/tune_kernels` on that card. An entry holds for one layer
-(qkv, out, gate_up, down, head), N and K of its weight, and a bucket of tokens (up to 16, 32 or 64);
+(qkv, out, gate_up, down, head), N and K of its weight, and a bucket of tokens (see `product`);
 a null configuration says that the library's matrix product and kernels of their own were faster.
 `scripts/tune_step` adds what a whole step chose, the attention of its tokens too.
 """
@@ -69,7 +69,8 @@ def choose(
     assert kind in KINDS, f"{kind} is none of {KINDS}"
     if m > MAX_TOKENS:
         return None
-    return entries(card_file(device_name, folder)).get((kind, n, k, block_m(m)), default(m, n))
+    unmeasured = default(m, n) if m <= 64 else None
+    return entries(card_file(device_name, folder)).get((kind, n, k, block_m(m)), unmeasured)
 
 
 class Heads(NamedTuple):
