@@ -124,45 +124,18 @@ def sample(
     chunks = scratch.peaks.shape[1]
     common: dict[str, Any] = {"VOCAB": vocab, "CHUNKS": chunks, **pdl.options(with_pdl)}
     weigh = kind != "greedy"
-    launch(
-        chunk_peaks_kernel,
-        (chunks, draws),
-        logits,
-        params,
-        draw_rows,
-        scratch.peaks,
-        scratch.firsts,
-        scratch.masses,
-        CHUNK=scratch.chunk,
-        WEIGH=weigh,
-        num_warps=8,
-        **common,
-    )
+    launch(chunk_peaks_kernel, (chunks, draws),
+        logits, params, draw_rows, scratch.peaks, scratch.firsts, scratch.masses,
+        CHUNK=scratch.chunk, WEIGH=weigh, num_warps=8, **common,
+    )  # fmt: skip
     if kind == "full":
         _truncate(logits, params, draw_rows, scratch, common)
-    launch(
-        draw_kernel,
-        (draws,),
-        logits,
-        params,
-        positions,
-        draw_tokens,
-        draw_rows,
-        last,
-        tokens,
-        scratch.peaks,
-        scratch.firsts,
-        scratch.masses,
-        scratch.equals,
-        scratch.edges,
-        scratch.rooms,
-        CHUNKS_PADDED=triton.next_power_of_2(chunks),
-        CHUNK=scratch.chunk,
-        WEIGH=weigh,
-        TRUNCATE=kind == "full",
-        num_warps=8 if weigh else 1,
-        **common,
-    )
+    launch(draw_kernel, (draws,),
+        logits, params, positions, draw_tokens, draw_rows, last, tokens,
+        scratch.peaks, scratch.firsts, scratch.masses, scratch.equals, scratch.edges, scratch.rooms,
+        CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
+        WEIGH=weigh, TRUNCATE=kind == "full", num_warps=8 if weigh else 1, **common,
+    )  # fmt: skip
 
 
 def _truncate(
