@@ -30,9 +30,9 @@ _SUMMED = 8  # partial results that the last program of a token loads at a time
 def choose_splits(kv_heads: int, sms: int) -> int:
     """Slots of a KV head beyond one a token, on a card of `sms` multiprocessors.
 
-    Two programs fit a multiprocessor at a time, so the slots of all KV heads fill the card twice:
-    what ends early makes room for the rest. More would only cost the launch of programs that find
-    no work; fewer would leave one long sequence to few programs.
+    Two programs fit a multiprocessor, and the slots of all KV heads fill the card once: a share
+    is then at most what a program has when all work is dealt evenly. More would only cost the
+    launch of programs that find no work; fewer would leave one long sequence to few programs.
     """
     assert min(kv_heads, sms) > 0, (kv_heads, sms)
     return max(1, -(-4 * sms // kv_heads))

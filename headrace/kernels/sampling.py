@@ -149,54 +149,19 @@ def _truncate(
     room = at.candidates.shape[1]
     inputs = (logits, params, draw_rows, at.peaks)
     bracket = (at.brackets, at.counts, at.above_mass)
-    launch(
-        bracket_kernel,
-        (draws,),
-        *inputs,
-        at.masses,
-        *bracket,
-        CHUNKS_PADDED=padded,
-        SAMPLE=at.sample,
-        LOW=low,
-        num_warps=8,
-        **common,
-    )
-    launch(
-        gather_kernel,
-        (chunks, draws),
-        *inputs,
-        *bracket,
-        at.candidates,
-        CHUNKS_PADDED=padded,
-        CHUNK=at.chunk,
-        ROOM=room,
-        LOW=low,
-        num_warps=8,
-        **common,
-    )
-    launch(
-        edge_kernel,
-        (draws,),
-        *inputs,
-        at.masses,
-        *bracket,
-        at.candidates,
-        at.edges,
-        at.rooms,
-        CHUNKS_PADDED=padded,
-        ROOM=room,
-        LOW=low,
-        num_warps=16,
-        **common,
-    )
-    launch(
-        kept_kernel,
-        (chunks, draws),
-        *inputs,
-        at.masses,
-        at.equals,
-        at.edges,
-        CHUNK=at.chunk,
-        num_warps=8,
-        **common,
-    )
+    launch(bracket_kernel, (draws,),
+        *inputs, at.masses, *bracket,
+        CHUNKS_PADDED=padded, SAMPLE=at.sample, LOW=low, num_warps=8, **common,
+    )  # fmt: skip
+    launch(gather_kernel, (chunks, draws),
+        *inputs, *bracket, at.candidates,
+        CHUNKS_PADDED=padded, CHUNK=at.chunk, ROOM=room, LOW=low, num_warps=8, **common,
+    )  # fmt: skip
+    launch(edge_kernel, (draws,),
+        *inputs, at.masses, *bracket, at.candidates, at.edges, at.rooms,
+        CHUNKS_PADDED=padded, ROOM=room, LOW=low, num_warps=16, **common,
+    )  # fmt: skip
+    launch(kept_kernel, (chunks, draws),
+        *inputs, at.masses, at.equals, at.edges,
+        CHUNK=at.chunk, num_warps=8, **common,
+    )  # fmt: skip

@@ -148,9 +148,9 @@ def test_any_lengths_and_splits(
     check(lengths, splits=splits, padding=padding, window=window, seed=seed, heads=2, kv_heads=1)
 
 
-def test_slots_of_all_heads_are_four_a_multiprocessor() -> None:
-    assert choose_splits(kv_heads=8, sms=132) == 66
-    assert choose_splits(kv_heads=1, sms=1) == 4
+def test_splits_fill_the_card_once() -> None:
+    assert choose_splits(kv_heads=8, sms=132) == 33
+    assert choose_splits(kv_heads=1, sms=1) == 2
     assert choose_splits(kv_heads=1000, sms=2) == 1
 
 
