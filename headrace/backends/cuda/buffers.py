@@ -10,7 +10,8 @@ from headrace.models.spec import ModelSpec
 class Buffers:
     """For steps of at most `tokens` tokens, of which at most `draws` yield logits.
 
-    Graphs of smaller steps use the first rows of the same tensors.
+    Graphs of smaller steps use the first rows of the same tensors. Zero at first: the padding of a
+    graph goes through every layer on whatever stands there, and no number of it is read.
     """
 
     def __init__(
@@ -20,7 +21,7 @@ class Buffers:
         kv_width = spec.kv_heads * spec.head_dim
 
         def rows(count: int, width: int) -> torch.Tensor:
-            return torch.empty((count, width), dtype=dtype, device=device)
+            return torch.zeros((count, width), dtype=dtype, device=device)
 
         self.x = rows(tokens, spec.hidden)
         self.normed = rows(tokens, spec.hidden)
