@@ -222,6 +222,11 @@ class Forward:
             for n in (1, draws):
                 self._draw(self.place.buffers.logits[:n], n, tokens[:n], kind)
 
+    def prepare_attention(self) -> str:
+        """Plan what the attention of long prompts needs planned -> what was chosen, and why."""
+        with torch.inference_mode(), self.on_stream():
+            return self._attention.prepare(self.store.k[0], self.store.v[0], self.state.tables)
+
     def capture(self, limit: int | None = None) -> None:
         """Capture the graphs, the largest first: later ones find their memory in its pool.
 
