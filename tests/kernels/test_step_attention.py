@@ -11,8 +11,10 @@ from torch import Tensor
 from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.dense_chunks import PADDING, DenseChunks, unsupported
 from headrace.kernels.attention import attend_reference, cached
+from headrace.kernels.attention_configs import decode_config
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.dense_prefill import Attend, cudnn
+from headrace.kernels.tuned import Decoding
 from headrace.messages import StepPlan
 from headrace.models.spec import ModelSpec, Rope
 from tests.kernels.attention_cache import Paged, paged
@@ -66,7 +68,10 @@ class Step:
         memory = torch.full((self.tokens + PADDING, spec.heads, spec.head_dim), torch.nan)
         memory[: self.tokens].normal_(generator=generator)
         self.q = memory.to(DEVICE, dtype)[: self.tokens]  # behind it: NaN
-        self.attention = Attention(spec, 4, self.tokens, len(spans), dtype, DEVICE)
+        decoding = Decoding(decode_config(dtype, spec.head_dim), 4)
+        self.attention = Attention(
+            spec, 4, self.tokens, len(spans), dtype, DEVICE, decoding=lambda tokens: decoding
+        )
 
     def dense(self, sizes: tuple[int, ...], attend: Attend) -> DenseChunks:
         """With NaN in its memory."""
