@@ -48,10 +48,14 @@ def _holds_sums(config: Config, bucket: int) -> bool:
 
 def candidates(bucket: int, n: int, k: int, *, most: int, seed: int = 0) -> list[Config]:
     """The default and up to `most` - 1 others, drawn at random but the same ones each time."""
-    product = itertools.product(
-        (16, 32, 64, 128, 256), (64, 128, 256, 512), (4, 8), (3, 4, 5, 6, 8), (1, 2, 4)
+    sizes = itertools.product(
+        (16, 32, 64, 128, 256), (64, 128, 256, 512), (4, 8), (3, 4, 5, 6, 8, 10), (1, 2, 4)
     )
-    made = [Config(*values, prefetch_bytes=32768) for values in product]
+    made = [
+        Config(*values, prefetch_bytes=32768, early=early)
+        for values in sizes
+        for early in (False, True)
+    ]
     good = [config for config in made if worth(config, bucket, n, k)]
     first = default(bucket, n)
     good = [config for config in good if config != first]
@@ -68,6 +72,7 @@ def neighbours(config: Config, bucket: int, n: int, k: int) -> list[Config]:
         for name in ("block_n", "block_k", "warps", "split_k")
         for size in (getattr(config, name) // 2, getattr(config, name) * 2)
     ]
+    made.append(dataclasses.replace(config, early=not config.early))
     made += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
     wide, narrow = (
         (config.block_n * 2, config.block_k // 2),

@@ -26,7 +26,7 @@ import torch
 import triton
 
 from benchmarks.gpu.shapes import CONFIGS
-from benchmarks.kernels.candidates import shortlist, switches
+from benchmarks.kernels.candidates import neighbours, shortlist, switches
 from benchmarks.kernels.descent import LONG, Choices, Descent, Unfit
 from benchmarks.kernels.scene import Scene, SceneTimer, weight_bytes
 from benchmarks.kernels.tune import BUCKETS, merged
@@ -135,7 +135,7 @@ class StepTuner:
         print(f"  {len(choices)} compiled in {time.perf_counter() - begun_s:.0f} s", flush=True)
 
     def run(self) -> None:
-        """Settle every choice, then the switches of each matrix."""
+        """Settle every choice, then go on from there, then the switches of each matrix."""
         sizes, stands = matrices(self.model.spec), self.start
         first: dict[str, list[Any]] = {
             kind: shortlist(stands[kind], self.bucket, *sizes[kind], most=self.most)
@@ -143,6 +143,14 @@ class StepTuner:
         }
         first["decode"] = decodings(self.card, self.model.spec)
         self._pass(first)
+        settled = self.descent.choices
+        self._pass(
+            {
+                kind: neighbours(config, self.bucket, *sizes[kind])
+                for kind in KINDS
+                if (config := settled[kind]) is not None
+            }
+        )
         settled = self.descent.choices
         self._pass(
             {
