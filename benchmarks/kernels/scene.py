@@ -147,8 +147,8 @@ class Scene:
             self._load(0)
             try:
                 self._launch()  # kernels are loaded before capture
-            except triton.runtime.errors.OutOfResources as error:
-                raise Unfit(str(error)) from error
+            except (triton.runtime.errors.OutOfResources, AssertionError) as error:
+                raise Unfit(str(error)) from error  # asserts: what a launch function needs
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 self._launch()

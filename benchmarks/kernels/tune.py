@@ -34,7 +34,7 @@ from headrace.kernels.launch import compiling
 from headrace.kernels.product import Config
 from headrace.kernels.tuned import KINDS, card_file, entry
 
-BUCKETS = {16: (1, 16), 32: (32,), 64: (64,)}  # bucket -> tokens it is timed with
+BUCKETS = {16: (1, 16), 32: (32,), 64: (64,), 128: (128,)}  # bucket -> tokens it is timed with
 FINALISTS = 5
 MAX_ERROR = 1e-2
 

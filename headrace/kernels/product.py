@@ -26,7 +26,8 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.rms_norm import rms_norm
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
+BUCKETS = (16, 32, 64, MAX_TOKENS)  # rows of the tile that holds the tokens
 FOLD_TOKENS = 16  # the most tokens with which a norm folds into the product
 
 Norm = tuple[Tensor, float]  # weight [K], eps
@@ -55,9 +56,10 @@ class Config:
 def shared_bytes(config: Config, bucket: int) -> int:
     """Shared memory of a program's pipeline for a tile of `bucket` tokens.
 
-    Tiles of 64 tokens go through the asynchronous matrix unit (wgmma), which holds one stage more.
+    Tiles of 64 tokens and more go through the asynchronous matrix unit (wgmma), which holds a stage
+    more.
     """
-    stages = config.stages if bucket == MAX_TOKENS else config.stages - 1
+    stages = config.stages if bucket >= 64 else config.stages - 1
     return (bucket + config.block_n) * config.block_k * 2 * stages
 
 
@@ -83,9 +85,9 @@ class Workspace:
 
 
 def block_m(tokens: int) -> int:
-    """Rows of the tile that holds `tokens`: 16, 32 or 64."""
+    """Rows of the tile that holds `tokens`: one of BUCKETS."""
     assert 1 <= tokens <= MAX_TOKENS, f"{tokens} tokens: these kernels take 1 to {MAX_TOKENS}"
-    return next(size for size in (16, 32, MAX_TOKENS) if tokens <= size)
+    return next(size for size in BUCKETS if tokens <= size)
 
 
 def columns_a_turn(x: Tensor, config: Config) -> int:

@@ -30,6 +30,7 @@ CASES = [  # m, N, K
     pytest.param(16, 32, 128, WIDE, id="even-wide"),
     pytest.param(17, 40, 32, PLAIN, id="32-tokens"),
     pytest.param(40, 33, 48, SPLIT, id="64-tokens"),
+    pytest.param(100, 33, 48, SPLIT, id="128-tokens"),
 ]
 
 

@@ -85,10 +85,10 @@ def test_what_stands_must_run() -> None:
         Descent(Told({}), {"a": "broken"}, say=silent).visit("a", [1])
 
 
-@pytest.mark.parametrize("bucket", [16, 32, 64])
+@pytest.mark.parametrize("bucket", [16, 32, 64, 128])
 def test_shortlists(bucket: int) -> None:
-    near = neighbours(CONFIG, bucket)
-    assert len(near) == len(set(near)) >= 4
+    near = neighbours(CONFIG, bucket, 7168, 5120)
+    assert len(near) == len(set(near)) >= 1
     assert CONFIG not in near
     made = shortlist(CONFIG, bucket, 7168, 5120, most=24)
     assert made[0] is None

@@ -81,7 +81,7 @@ def test_other_shapes_stay_in_the_file(tmp_path: Path) -> None:
     assert merged({"entries": [new]}, path)["entries"] == [old[0], new]
 
 
-@pytest.mark.parametrize("bucket", [16, 32, 64])
+@pytest.mark.parametrize("bucket", [16, 32, 64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_of_a_real_shape(kind: str, bucket: int) -> None:
     n, k = Shape().matrices()[kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from headrace.backends.cuda.dense_chunks import PADDING
 from headrace.models.spec import ModelSpec
 
 
@@ -26,7 +27,7 @@ class Buffers:
         self.x = rows(tokens, spec.hidden)
         self.normed = rows(tokens, spec.hidden)
         self.qkv = rows(tokens, q_width + 2 * kv_width)
-        self.q = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
+        self.q = rows(tokens + PADDING, q_width).view(-1, spec.heads, spec.head_dim)
         self.attended = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
         self.gate_up = rows(tokens, 2 * spec.ffn)
         self.inner = rows(tokens, spec.ffn)
