@@ -6,10 +6,10 @@ import pytest
 
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
-from tests.devices import BACKENDS, WITHOUT_CUDA
+from tests.devices import BACKEND_PARAMS, WITHOUT_CUDA
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
+@pytest.fixture(scope="session", params=BACKEND_PARAMS)
 def backend(request: pytest.FixtureRequest) -> str:
     """cpu, and cuda where there is a device; the summary says where there is none."""
     name: str = request.param

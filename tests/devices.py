@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.backends.choose import resolve_backend, settled
 from headrace.config import Settings
 from headrace.errors import ConfigError
@@ -25,6 +27,8 @@ def _without_cuda() -> str:
 
 WITHOUT_CUDA = _without_cuda()  # why nothing runs on cuda here; "" = it does
 BACKENDS = ("cpu",) if WITHOUT_CUDA else ("cpu", "cuda")
+MARKS = {"cpu": pytest.mark.on_cpu, "cuda": pytest.mark.on_cuda}  # what a selection goes by
+BACKEND_PARAMS = [pytest.param(name, id=name, marks=MARKS[name]) for name in BACKENDS]
 
 
 def settings_for(backend: str, **fields: Any) -> Settings:

@@ -147,10 +147,10 @@ class Scene:
             self._load(0)
             try:
                 self._launch()  # kernels are loaded before capture
-            except (triton.errors.TritonError, RuntimeError) as error:
+            except (triton.errors.TritonError, RuntimeError, AssertionError) as error:
                 if isinstance(error, RuntimeError) and "PassManager" not in str(error):
                     raise  # of the device, not of the compiler
-                raise Unfit(str(error)) from error
+                raise Unfit(str(error)) from error  # asserts: what a launch function needs
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 self._launch()

@@ -19,7 +19,8 @@ class Chunks:
 
     rows, starts, counts, firsts [n] int32; tiles [m, 2] int32: (chunk, which tile of it).
     A tile is `tile_rows` rows of one KV head, where a chunk has counts[c] * group rows: row
-    r is head r % group of query r // group.
+    r is head r % group of query r // group. A tile of chunk -1 is padding: a captured graph has
+    as many programs at each replay.
     """
 
     rows: Tensor

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
 from headrace.kernels.product import (
     Config,
@@ -28,7 +28,7 @@ from headrace.kernels.rotary import check_paged, rotary_write_reference
 from headrace.kernels.shapes import check_output
 
 
-@triton.jit(do_not_specialize=["m", "eps", "width"])
+@triton.jit(do_not_specialize=["m", "eps", "width"], do_not_specialize_on_alignment=COLUMNS)
 def qkv_kernel(
     x,
     weight,

@@ -22,7 +22,7 @@ from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import load_tokenizer
-from tests.devices import BACKENDS
+from tests.devices import BACKENDS, MARKS
 from tests.golden.product import (
     BLOCK,
     Case,
@@ -68,7 +68,7 @@ def on(cases: Sequence[Case], cuda: Sequence[Case] | None = None) -> list[Any]:
     """(backend, case): `cases` on the processor; `cuda`, or the same, where there is a device."""
     by_backend = {"cpu": cases, "cuda": cases if cuda is None else cuda}
     return [
-        pytest.param(backend, case, id=f"{backend}-{case}")
+        pytest.param(backend, case, id=f"{backend}-{case}", marks=MARKS[backend])
         for backend in BACKENDS
         for case in by_backend[backend]
     ]

@@ -114,6 +114,26 @@ def test_old_keys_behind_a_window_are_not_followed() -> None:
     assert_close(out, reference, torch.float32)
 
 
+def test_padding_tiles_do_nothing() -> None:
+    generator = torch.Generator().manual_seed(2)
+    shape = {"kv_heads": 2, "page": 8, "d": 16}
+    cache = paged([40, 30], **shape, dtype=torch.float32, device=DEVICE, generator=generator)
+    words = torch.from_numpy(Chunks.plan([0, 1], [20, 0], [20, 30], [0, 20], group=2, tile_rows=16))
+    padding = torch.tensor([-1, 2**30] * 3, dtype=torch.int32)
+    real = Chunks.of(words.to(DEVICE), 2, 16)
+    padded = Chunks.of(torch.cat((words, padding)).to(DEVICE), 2, 16)
+    assert len(padded.tiles) == len(real.tiles) + 3
+    q = torch.randn(50, 4, 16, generator=generator).to(DEVICE)
+    at = (q, cache.k, cache.v, cache.tables)
+    out = torch.full(q.shape, torch.nan, device=DEVICE)
+    prefill(*at, padded, scale=0.3, out=out, config=SMALL)
+    assert_close(out, prefill_reference(*at, real, scale=0.3), torch.float32)
+    nothing = Chunks.of(torch.cat((words[:8], padding)).to(DEVICE), 2, 16)
+    out = torch.full(q.shape, torch.nan, device=DEVICE)
+    prefill(*at, nothing, scale=0.3, out=out, config=SMALL)
+    assert out.isnan().all()
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), min_size=1, max_size=4),

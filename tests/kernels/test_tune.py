@@ -68,7 +68,7 @@ def test_a_faster_library_is_kept(device: torch.device) -> None:
 
 def test_a_wrong_product_is_caught(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuner(device, itertools.count(1))
-    monkeypatch.setattr(made.steps[17], "reference", lambda kind, w: torch.ones(17, 32))
+    monkeypatch.setattr(made.steps[17], "reference", lambda *_: torch.ones(17, 32, device=device))
     with pytest.raises(AssertionError, match="relative error"):
         made.check("out", made.weights("out", 1)[0], default(32, 32), 32)
 

@@ -30,9 +30,9 @@ class ChunkTable:
         words = 4 * MAX_CHUNKS + 2 * self._tiles(tokens)
         return Chunks.of(self._device[:words], MAX_CHUNKS, self._tile_rows)
 
-    def load(self, plan: StepPlan, tokens: int) -> None:
-        """Write the chunks of `plan`, at most MAX_CHUNKS, for a graph of `tokens` tokens."""
-        rows = [i for i, count in enumerate(plan.counts) if count > 1]
+    def load(self, plan: StepPlan, first: int, tokens: int) -> None:
+        """Write the rows of `plan` from `first` on as chunks, for a graph of `tokens` tokens."""
+        rows = range(first, len(plan.rows))
         assert len(rows) <= MAX_CHUNKS, f"{len(rows)} chunks, {MAX_CHUNKS} fit"
         firsts = np.cumsum(plan.counts) - plan.counts
         words = Chunks.plan(
