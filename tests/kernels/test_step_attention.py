@@ -65,9 +65,10 @@ class Step:
         columns = torch.tensor([rows, positions, [1] * len(rows)], dtype=torch.int32).to(DEVICE)
         self.columns = StepColumns(columns[0], columns[1], columns[2], self.cache.tables)
         self.tokens = len(rows)
-        memory = torch.full((self.tokens + PADDING, spec.heads, spec.head_dim), torch.nan)
-        memory[: self.tokens].normal_(generator=generator)
-        self.q = memory.to(DEVICE, dtype)[: self.tokens]  # behind it: NaN
+        memory = torch.full((self.tokens + 2 * PADDING, spec.heads, spec.head_dim), torch.nan)
+        own = slice(PADDING, PADDING + self.tokens)  # before and behind it: NaN
+        memory[own].normal_(generator=generator)
+        self.q = memory.to(DEVICE, dtype)[own]
         decoding = Decoding(decode_config(dtype, spec.head_dim), 4)
         self.attention = Attention(
             spec, 4, self.tokens, len(spans), dtype, DEVICE, decoding=lambda tokens: decoding
@@ -118,18 +119,31 @@ def test_only_prepared_sizes_go_dense() -> None:
     assert step.attention.dense is dense
 
 
+@pytest.mark.skipif(
+    CUDA, reason="torch's attention of the CPU stands for cuDNN where there is none"
+)
+def test_a_chunk_with_little_before_it_goes_dense_too() -> None:
+    step = Step([(3, 1), (6, 40), (0, 3)], spec_of(4, 2, 16), torch.float32)
+    dense = step.dense((48,), on_the_cpu)
+    dense.prepare(step.cache.k, step.cache.v, step.cache.tables)
+    assert step.run() == 1
+
+
 def test_which_size_fits() -> None:
     step = Step([(0, 3)], spec_of(2, 1, 16), torch.float32)
     dense = step.dense((4096, 8192), lambda q, k, v, causal, scale: (q, q))
     dense.prepare(step.cache.k, step.cache.v, step.cache.tables)
-    assert dense.fitting(0, 8192) == 8192
-    assert dense.fitting(0, 7500) == 8192
-    assert dense.fitting(16, 7500) == 0, "it has a context"
-    assert dense.fitting(0, 5000) == 0, "most of the work would be padding"
-    assert dense.fitting(0, 4096) == 4096
-    assert dense.fitting(0, 8193) == 0
+    assert dense.fitting(0, 8192, 0) == 8192
+    assert dense.fitting(0, 7500, 0) == 8192
+    assert dense.fitting(192, 7808, 0) == 8192, "queries before it stand for what it has"
+    assert dense.fitting(6000, 2000, 6000) == 0, "most of the square would be its context"
+    assert dense.fitting(1200, 6800, 0) == 0, "there is no memory for so many queries before it"
+    assert dense.fitting(1200, 6800, 200) == 8192
+    assert dense.fitting(0, 5000, 0) == 0, "most of the work would be padding"
+    assert dense.fitting(0, 4096, 0) == 4096
+    assert dense.fitting(0, 8193, 0) == 0
     seen: list[int] = []
-    other = threading.Thread(target=lambda: seen.append(dense.fitting(0, 8192)))
+    other = threading.Thread(target=lambda: seen.append(dense.fitting(0, 8192, 0)))
     other.start()
     other.join()
     assert seen == [0], "cuDNN's plans are of another thread"

@@ -78,7 +78,7 @@ class Attention:
             return f"prefill attention: Triton ({self._why_not})"
         self.dense.prepare(k, v, tables)
         sizes = ", ".join(map(str, self.dense.sizes))
-        return f"prefill attention: cuDNN for first chunks padded to {sizes}; else Triton"
+        return f"prefill attention: cuDNN for long first chunks, padded to {sizes}; else Triton"
 
     def singles(self, columns: StepColumns) -> StepAttention:
         """A step in which every token is a query of its own."""
@@ -100,7 +100,7 @@ class Attention:
         return StepAttention(self, columns, singles, self._chunks(paged), dense)
 
     def _dense_size(self, span: Span) -> int:
-        return 0 if self.dense is None else self.dense.fitting(span.start, span.count)
+        return 0 if self.dense is None else self.dense.fitting(span.start, span.count, span.first)
 
     def _chunks(self, spans: list[Span]) -> Chunks | None:
         """On their way to the device; None for none."""
@@ -142,7 +142,7 @@ class StepAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """q, out [T, heads, d]; k, v a layer's cache, where the step's own k and v are already.
 
-        Where dense chunks may come, q's memory goes on for `dense_chunks.PADDING` rows.
+        Where dense chunks may come, q's memory goes on for `dense_chunks.PADDING` rows at both ends.
         """
         shared, singles = self._shared, self._singles
         if singles:

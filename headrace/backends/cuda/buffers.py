@@ -27,7 +27,8 @@ class Buffers:
         self.x = rows(tokens, spec.hidden)
         self.normed = rows(tokens, spec.hidden)
         self.qkv = rows(tokens, q_width + 2 * kv_width)
-        self.q = rows(tokens + PADDING, q_width).view(-1, spec.heads, spec.head_dim)
+        q = rows(PADDING + tokens + PADDING, q_width)[PADDING : PADDING + tokens]
+        self.q = q.view(tokens, spec.heads, spec.head_dim)
         self.attended = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
         self.gate_up = rows(tokens, 2 * spec.ffn)
         self.inner = rows(tokens, spec.ffn)

@@ -1,9 +1,10 @@
-"""First chunks of long prompts by cuDNN: faster than our kernel, but it wants few shapes.
+"""Long chunks with little before them by cuDNN: faster than our kernel, but it wants few shapes.
 
-cuDNN plans a shape anew in 0.1 to 1 s when it first meets it, on the host, so chunks are padded up
-to a few sizes that are planned before the server is ready. Keys of the padding lie after every
-query, so that causality hides them; queries of the padding are whatever lies behind the chunk's,
-and their outputs are dropped. A chunk that no planned size fits is `attention_prefill.prefill`'s.
+cuDNN plans a shape anew in 0.1 to 1 s when it first meets it, on the host, so sequences are padded
+up to a few sizes that are planned before the server is ready, with as many queries as keys. Keys of
+the padding lie after every query, so that causality hides them. Queries that no chunk has, behind
+it and for what was computed before it, are whatever lies there; their outputs are dropped. A chunk
+that no planned size fits is `attention_prefill.prefill`'s.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from headrace.kernels.dense_prefill import Attend, Buffer, Span, cudnn, gather
 from headrace.kernels.pdl import INTERPRETED
 
 SIZES = (8192, 7168, 6144, 5120, 4096, 3072)  # shorter chunks gain nothing: a wave of ours is full
-PADDING = 1024  # tokens beyond a step's that `q` has memory for
-_WASTE = 1.25  # most work of a padded chunk over that of its own tokens: what cuDNN gains, nearly
+PADDING = 1024  # tokens before and behind a step's that `q` has memory for
+_WASTE = 1.25  # most work of a padded square over the chunk's own: what cuDNN gains, nearly
 
 
 def unsupported(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
@@ -73,30 +74,35 @@ class DenseChunks:
             self._run(q, size)
         self._thread = threading.get_ident()
 
-    def fitting(self, start: int, count: int) -> int:
-        """The size that a chunk is padded to; 0: none, the paged kernel takes it."""
-        if start or threading.get_ident() != self._thread:
+    def fitting(self, start: int, count: int, first: int) -> int:
+        """The size that a chunk's sequence is padded to; 0: none, the paged kernel takes it.
+
+        first: the chunk's first token in the step. Queries before it stand for [0, start).
+        """
+        if start > first + PADDING or threading.get_ident() != self._thread:
             return 0
+        total = start + count
         for size in self.sizes:
-            if count <= size:
-                worth = size * size <= _WASTE * count * count and size - count <= PADDING
+            if total <= size:
+                worth = size**2 <= _WASTE * (total**2 - start**2) and size - total <= PADDING
                 return size if worth else 0
         return 0
 
     def attend(
         self, span: Span, size: int, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, out: Tensor
     ) -> None:
-        """A chunk that is the whole of its sequence so far: span.start is 0.
+        """A chunk over its sequence so far.
 
-        q [T, heads, d], in memory that goes on for PADDING more rows; k, v [blocks, kv_heads,
-        block_size, d]; tables [rows, width]; out [T, heads, d], of which the chunk's are written.
+        q [T, heads, d], in memory that goes on for PADDING rows at both ends; k, v [blocks,
+        kv_heads, block_size, d]; tables [rows, width]; out [T, heads, d], of which the chunk's are
+        written.
         """
-        first, count = span.first, span.count
-        gather(k, v, tables, span.row, count, self._buffer.k, self._buffer.v, padded=size)
-        behind = q.as_strided(
-            (size, *q.shape[1:]), q.stride(), q.storage_offset() + first * q.stride(0)
-        )
-        out[first : first + count].copy_(self._run(behind, size)[:count])
+        first, start, count = span.first, span.start, span.count
+        total = start + count
+        gather(k, v, tables, span.row, total, self._buffer.k, self._buffer.v, padded=size)
+        begin = q.storage_offset() + (first - start) * q.stride(0)
+        queries = q.as_strided((size, *q.shape[1:]), q.stride(), begin)
+        out[first : first + count].copy_(self._run(queries, size)[start:total])
 
     def _run(self, q: Tensor, size: int) -> Tensor:
         """q [>= size, heads, d] over the buffer -> [size, heads, d]."""
