@@ -23,7 +23,7 @@ def worth(config: Config, bucket: int, n: int, k: int) -> bool:
     programs = -(-n // config.block_n) * config.split_k
     if not 8192 <= tile <= 32768 or shared > SHARED_BYTES - 1024 or config.block_n > 2 * n:
         return False
-    if not _splits(config, bucket, n, k) or not _holds_sums(config, bucket):
+    if not _splits(config, bucket, n, k) or not _holds(config, bucket):
         return False
     resident = min(SHARED_BYTES // (shared + 1024), THREADS // (32 * config.warps))
     in_flight = min(programs, resident * MULTIPROCESSORS) * tile * (config.stages - 2)
@@ -41,9 +41,11 @@ def _splits(config: Config, bucket: int, n: int, k: int) -> bool:
     )
 
 
-def _holds_sums(config: Config, bucket: int) -> bool:
-    """In registers: 64 a thread, and as many as there are for tiles of most tokens."""
-    return config.block_n * bucket <= (128 if bucket == 128 else 64) * 32 * config.warps
+def _holds(config: Config, bucket: int) -> bool:
+    """In registers: 64 sums a thread, or 128 of the most tokens; two turns of x if it is early."""
+    threads = 32 * config.warps
+    turns = not config.early or bucket * config.block_k <= 64 * threads
+    return turns and config.block_n * bucket <= (128 if bucket == 128 else 64) * threads
 
 
 def candidates(bucket: int, n: int, k: int, *, most: int, seed: int = 0) -> list[Config]:
@@ -87,7 +89,7 @@ def neighbours(config: Config, bucket: int, n: int, k: int) -> list[Config]:
 def _runs(config: Config, bucket: int) -> bool:
     sizes = config.block_n >= 16 and config.block_k >= 32 and config.stages >= 2
     groups = 1 <= config.warps <= 8 and 1 <= config.split_k <= 8
-    fits = _holds_sums(config, bucket)
+    fits = _holds(config, bucket)
     return sizes and groups and fits and shared_bytes(config, bucket) <= SHARED_BYTES - 1024
 
 

@@ -25,7 +25,7 @@ _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("gpu_memory_utilization",),
     "cuda": ("threads",),
 }
-_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.040, 4
+_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.042, 4
 _WITHOUT_GPU = "no NVIDIA GPU found"
 
 

@@ -19,40 +19,10 @@ from headrace.kernels.launch import launch
 
 
 @triton.jit
-def _blocks(table, key, oldest, n_keys, PAGE: tl.constexpr):
-    """Ids of the keys' blocks; 0 for keys that the tile never sees, whose ids may be stale."""
-    return tl.load(table + key // PAGE, mask=(key >= oldest) & (key < n_keys), other=0)
-
-
-@triton.jit
-def _lines(block, key, base, BLOCK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Where the keys' lines of one KV head start in a cache; base: of the head in a block."""
-    return block.to(tl.int64) * BLOCK + (base + key % PAGE * D)
-
-
-@triton.jit
-def _load(
-    cache, lines, key, oldest, n_keys, MASKED: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
-):
-    """[TILE, D_PAD]; MASKED: zeros for keys outside [oldest, n_keys)."""
-    d = tl.arange(0, D_PAD)
-    at = cache + lines[:, None] + d[None, :]
-    if MASKED:
-        seen = (key >= oldest) & (key < n_keys)
-        return tl.load(at, mask=seen[:, None] & (d < D)[None, :], other=0.0)
-    elif D < D_PAD:
-        return tl.load(at, mask=(d < D)[None, :], other=0.0)
-    else:
-        return tl.load(at)
-
-
-@triton.jit
 def _attend(
     acc,
     top,
     total,
-    scores,  # of tile `begin`
-    weights,  # of the tile before it, not yet in acc
     queries,
     k,
     v,
@@ -61,8 +31,6 @@ def _attend(
     query_position,
     oldest,  # keys [oldest, n_keys) are ever seen by this tile
     n_keys,
-    v_block,  # blocks of the tile before `begin`, or of any tile before the first
-    k_block,  # of the tile after `begin`
     begin,
     end,
     scale,
@@ -76,18 +44,26 @@ def _attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Key tiles [begin, end) for one tile of queries; not MASKED: every query sees every key.
-
-    A turn makes the weights of tile i while the matrix units make the scores of tile i + 1; the
-    weights meet V a turn later. In this order, since Triton waits for a product at its first use.
-    """
+    """Key tiles [begin, end) for one tile of queries; not MASKED: every query sees every key."""
+    d = tl.arange(0, D_PAD)
     key = begin * TILE + tl.arange(0, TILE)
+    # Block ids are carried a turn ahead: else loads of K and V would wait for them.
+    block = tl.load(table + key // PAGE, mask=(key >= oldest) & (key < n_keys), other=0)
     for _ in tl.range(begin, end, num_stages=STAGES):
-        lines = _lines(v_block, tl.maximum(key - TILE, 0), base, BLOCK, D, PAGE)
-        values = _load(v, lines, key - TILE, oldest, n_keys, MASKED or WINDOW > 0, D, D_PAD)
-        lines = _lines(k_block, key + TILE, base, BLOCK, D, PAGE)
-        keys = _load(k, lines, key + TILE, oldest, n_keys, MASKED, D, D_PAD)
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        line = block.to(tl.int64) * BLOCK + (base + key % PAGE * D)
+        offsets = line[:, None] + d[None, :]
+        if MASKED:
+            loaded = ((key >= oldest) & (key < n_keys))[:, None] & (d < D)[None, :]
+            keys = tl.load(k + offsets, mask=loaded, other=0.0)
+            values = tl.load(v + offsets, mask=loaded, other=0.0)
+        elif D < D_PAD:
+            loaded = (d < D)[None, :]
+            keys = tl.load(k + offsets, mask=loaded, other=0.0)
+            values = tl.load(v + offsets, mask=loaded, other=0.0)
+        else:
+            keys = tl.load(k + offsets)
+            values = tl.load(v + offsets)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if SOFTCAP > 0:
             scores = soft_cap(scores * scale, SOFTCAP)
             unit = LOG2E
@@ -103,17 +79,15 @@ def _attend(
             finite = tl.where(new_top == -float("inf"), 0.0, new_top)
         else:
             finite = new_top
-        exponents = scores * unit - finite[:, None]
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        weights = tl.exp2(exponents)
+        weights = tl.exp2(scores * unit - finite[:, None])
         shrink = tl.exp2(top - finite)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
         top = new_top
         key += TILE
-        v_block = _blocks(table, key - TILE, oldest, n_keys, PAGE)
-        k_block = _blocks(table, key + TILE, oldest, n_keys, PAGE)
-    return acc, top, total, scores, weights, v_block, k_block
+        block = tl.load(table + key // PAGE, mask=(key >= oldest) & (key < n_keys), other=0)
+    return acc, top, total
 
 
 @triton.jit(
@@ -159,7 +133,6 @@ def _prefill_kernel(
     table = tables + tl.load(rows + chunk).to(tl.int64) * width
     first = tl.load(firsts + chunk).to(tl.int64)
 
-    BLOCK: tl.constexpr = KV_HEADS * PAGE * D
     m = tile * M + tl.arange(0, M)
     d = tl.arange(0, D_PAD)
     query = m // GROUP
@@ -191,37 +164,23 @@ def _prefill_kernel(
     if WINDOW > 0:
         oldest = tl.maximum(lowest + 1 - WINDOW, 0)
         full_begin = tl.cdiv(tl.maximum(n_keys - WINDOW, 0), TILE)
-    first_tile = oldest // TILE
-    key = first_tile * TILE + tl.arange(0, TILE)
-    v_block = _blocks(table, key, oldest, n_keys, PAGE)
-    k_block = _blocks(table, key + TILE, oldest, n_keys, PAGE)
-    lines = _lines(v_block, key, base, BLOCK, D, PAGE)
-    keys = _load(k, lines, key, oldest, n_keys, True, D, D_PAD)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    # The first turn finds weights of zero, for values that are finite.
-    weights = tl.zeros([M, TILE], tl.float32)
-    if WINDOW > 0:
         edge_end = tl.minimum(full_begin, end)
-        acc, top, total, scores, weights, v_block, k_block = _attend(
-            acc, top, total, scores, weights, queries, k, v, table, base, query_position, oldest,
-            n_keys, v_block, k_block, first_tile, edge_end, scale, True,
-            BLOCK, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+        acc, top, total = _attend(
+            acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+            oldest // TILE, edge_end, scale, True,
+            KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
         )  # fmt: skip
         full_end = tl.maximum(full_end, edge_end)
-    acc, top, total, scores, weights, v_block, k_block = _attend(
-        acc, top, total, scores, weights, queries, k, v, table, base, query_position, oldest,
-        n_keys, v_block, k_block, full_begin, full_end, scale, False,
-        BLOCK, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+    acc, top, total = _attend(
+        acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+        full_begin, full_end, scale, False,
+        KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
     )  # fmt: skip
-    acc, top, total, scores, weights, v_block, k_block = _attend(
-        acc, top, total, scores, weights, queries, k, v, table, base, query_position, oldest,
-        n_keys, v_block, k_block, full_end, end, scale, True,
-        BLOCK, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+    acc, top, total = _attend(
+        acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+        full_end, end, scale, True,
+        KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
     )  # fmt: skip
-    key = (end - 1) * TILE + tl.arange(0, TILE)
-    lines = _lines(v_block, key, base, BLOCK, D, PAGE)
-    values = _load(v, lines, key, oldest, n_keys, True, D, D_PAD)
-    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
     acc = acc / total[:, None]
     tl.store(
         out + (first + query)[:, None] * (KV_HEADS * GROUP * D) + head[:, None] * D + d[None, :],

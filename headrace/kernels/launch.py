@@ -57,14 +57,18 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
 
 
 @contextlib.contextmanager
-def compiling(workers: int) -> Iterator[None]:
+def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     """Inside, launches compile and do not run; at the end all compilations are done.
 
-    Not for two threads at once. Raises what a compilation raised.
+    Not for two threads at once. Raises what a compilation raised; `trying`: whoever launches such a
+    kernel hears of it, nobody else.
     """
     global _compiling
     try:
-        with ThreadPoolExecutor(workers, "compile") as pool, triton.AsyncCompileMode(pool):
+        with (
+            ThreadPoolExecutor(workers, "compile") as pool,
+            triton.AsyncCompileMode(pool, ignore_errors=trying),
+        ):
             _compiling = True
             yield
     finally:

@@ -61,9 +61,9 @@ def shared_bytes(config: Config, bucket: int) -> int:
     Tiles of 64 tokens and more go through the asynchronous matrix unit (wgmma), which holds a stage
     more.
     """
-    if config.early:
-        return (bucket + config.block_n * config.stages) * config.block_k * 2
     stages = config.stages if bucket >= 64 else config.stages - 1
+    if config.early:  # x passes through shared memory once a turn
+        return (bucket + config.block_n * stages) * config.block_k * 2
     return (bucket + config.block_n) * config.block_k * 2 * stages
 
 
