@@ -76,8 +76,7 @@ class Forward:
             "eager": StepInput(max_tokens, draws, self.device),
         }
         largest = self._sizes["mixed"][-1]
-        group, tile_rows = attention.group, attention.tile_rows
-        self._chunks = ChunkTable(largest, group, tile_rows, self.device)
+        self._chunks = ChunkTable(largest, attention.tiling, self.device)
         self._graphs: dict[tuple[Way, int], torch.cuda.CUDAGraph] = {}
         self._input = self._inputs["alone"]
         self._pool: Any = None

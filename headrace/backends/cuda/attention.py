@@ -17,8 +17,8 @@ from headrace.backends.cuda.dense_chunks import SIZES, DenseChunks, unsupported
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels.attention_configs import prefill_config
 from headrace.kernels.attention_decode import Scratch, decode, most_splits
-from headrace.kernels.attention_prefill import prefill
-from headrace.kernels.chunks import Chunks
+from headrace.kernels.attention_prefill import PrefillScratch, prefill
+from headrace.kernels.chunks import Chunks, Tiling
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.dense_prefill import Span
 from headrace.kernels.tuned import Decoding
@@ -46,11 +46,18 @@ class Attention:
         self.decoding = decoding
         splits = most_splits(spec.kv_heads, multiprocessors)
         self.scratch = Scratch(max_tokens, spec.heads, spec.head_dim, spec.kv_heads, splits, device)
-        self.group = spec.heads // spec.kv_heads
-        self.tile_rows = prefill_config(dtype, spec.head_dim).rows
-        tiles = max_rows + max_tokens * self.group // self.tile_rows
-        self._upload = Upload((4 * max_rows + 2 * tiles,), device)
-        self._plan = torch.zeros(4 * max_rows + 2 * tiles, dtype=torch.int32, device=device)
+        config = prefill_config(dtype, spec.head_dim)
+        self.tiling = Tiling(
+            group=spec.heads // spec.kv_heads,
+            kv_heads=spec.kv_heads,
+            rows=config.rows,
+            keys=config.tile_keys,
+            places=multiprocessors * config.resident,
+        )
+        self.parts = PrefillScratch(self.tiling, spec.head_dim, device)
+        words = self.tiling.words(max_tokens, max_rows)
+        self._upload = Upload((words,), device)
+        self._plan = torch.zeros(words, dtype=torch.int32, device=device)
         sizes = tuple(size for size in SIZES if size <= max_tokens)
         self._why_not = unsupported(dtype, spec.head_dim, device)
         if not self._why_not and not sizes:
@@ -104,12 +111,11 @@ class Attention:
             [span.start for span in spans],
             [span.count for span in spans],
             [span.first for span in spans],
-            group=self.group,
-            tile_rows=self.tile_rows,
+            self.tiling,
         )
         self._upload.slot()[: words.size] = words
         self._upload.send(self._plan, words.size)
-        return Chunks.of(self._plan[: words.size], len(spans), self.tile_rows)
+        return Chunks.of(self._plan[: words.size], len(spans), self.tiling.rows)
 
 
 class StepAttention:
@@ -153,7 +159,16 @@ class StepAttention:
                 config=config,
             )
         if self._chunks is not None:
-            prefill(q, k, v, self._columns.tables, self._chunks, scale=shared.scale, out=out)
+            prefill(
+                q,
+                k,
+                v,
+                self._columns.tables,
+                self._chunks,
+                scale=shared.scale,
+                scratch=shared.parts,
+                out=out,
+            )
         for span, size in self._dense:
             assert shared.dense is not None, "no plan has dense chunks without"
             shared.dense.attend(span, size, q, k, v, self._columns.tables, out)
