@@ -95,7 +95,8 @@ def cuda_gaps(
         gaps.append("triton is not installed: pip install triton")
     if not environ.get("CC") and not which("gcc") and not which("clang"):
         gaps.append("triton needs a C compiler for its launchers: install gcc")
-    if not ((headers or _python_headers()) / "Python.h").exists():
+    elsewhere = environ.get("CPATH") or environ.get("C_INCLUDE_PATH")
+    if not elsewhere and not ((headers or _python_headers()) / "Python.h").exists():
         gaps.append("triton needs Python's headers for its launchers: install python3-dev")
     return gaps
 

@@ -88,6 +88,8 @@ def test_no_compiler_for_triton_s_launchers(tmp_path: Path) -> None:
     (tmp_path / "Python.h").unlink()
     (gap,) = machine.gaps()
     assert "python3-dev" in gap
+    machine.environ["CPATH"] = "/opt/include"
+    assert machine.gaps() == []
 
 
 def test_a_torch_without_a_version_file(tmp_path: Path) -> None:
