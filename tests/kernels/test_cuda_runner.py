@@ -38,6 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(forward, "ALONE_SIZES", (1, 4))
     monkeypatch.setattr(forward, "MIXED_SIZES", (8,))
+    monkeypatch.setattr(forward, "MIXED_SINGLES", 1)
     allocate = functools.partial(Scratch.allocate, chunk=32, sample=16)
     monkeypatch.setattr(Scratch, "allocate", allocate)
 
@@ -127,11 +128,17 @@ def scenario(runner: Runner) -> dict[str, list[int]]:
 
     steps.leaves = [1]
     said["after a leave"] = decode(0, 2, 3)
-    steps.join(1, [10, 9, 5], Sampling(temperature=1.1, seed=2**64 - 1))
+    steps.join(1, [10, 9, 7], Sampling(temperature=1.1, seed=2**64 - 1))
     for row in (0, 2, 3):
         steps.forward(row, None)
-    steps.forward(1, LONG + FIRST[:1])
+    steps.forward(1, LONG[:5])
     said["a row taken again"] = steps.run()
+    steps.leaves = [2]
+    steps.join(2, [2, 5, 11])
+    for row in (0, 1, 3):
+        steps.forward(row, None)
+    steps.forward(2, LONG)
+    said["more than a graph holds"] = steps.run()
     for row in (0, 1, 2, 3):
         steps.forward(row, None)
     ahead = steps.launch()
@@ -147,7 +154,7 @@ def test_a_scenario_draws_the_tokens_of_the_cpu(files: ModelFiles) -> None:
     said = scenario(runner)
     assert said == scenario(on_the_cpu(files))
     ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
-    assert ways == {"steps_alone": 12, "steps_mixed": 1, "steps_crowd": 0, "steps_eager": 1}
+    assert ways == {"steps_alone": 12, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 1}
     runner.close()
 
 
