@@ -142,7 +142,7 @@ class StepAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """q, out [T, heads, d]; k, v a layer's cache, where the step's own k and v are already.
 
-        Where dense chunks may come, q's memory goes on for `dense_chunks.PADDING` rows at both ends.
+        Where dense chunks may come, q's memory goes on for `PADDING` rows at both ends.
         """
         shared, singles = self._shared, self._singles
         if singles:
