@@ -66,7 +66,7 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
     # Compiled kernels stay; Triton's own key names sources, versions, options and card.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_home() / "triton"))
     with phase("find the GPU", report):
-        from headrace.backends.cuda.device import find_card
+        from headrace.backends.cuda.device import find_card, native_bfloat16
         from headrace.runner.build_cuda import build_runner
 
         card = find_card()
@@ -74,6 +74,8 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
         torch.zeros(1, device=target)  # makes the context
     with phase("read the model's config", report):
         facts = read_facts(settings, files)
+        if facts.dtype.value == torch.bfloat16 and not native_bfloat16(card):
+            raise ConfigError(f"{card.name} has no bfloat16: use float16", param="dtype")
     with phase("load weights", report):
         model = load_model(facts.spec, facts.checkpoint, facts.dtype.value, target, report)
         torch.cuda.synchronize(target)

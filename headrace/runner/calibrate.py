@@ -65,12 +65,12 @@ class Probe:
         blocks = list(range(self.room // store.block_size))
         self._numbers = itertools.count(1)
         self._draw = random.Random(0)
-        self._run([], [Join(0, Sampling(temperature=0.0), 0, [blocks])], 0, 0)
+        self._run(self._plan([], [Join(0, Sampling(temperature=0.0), 0, [blocks])], 0, 0))
 
-    def _run(self, leaves: list[int], joins: list[Join], start: int, count: int) -> None:
+    def _plan(self, leaves: list[int], joins: list[Join], start: int, count: int) -> StepPlan:
         some = range(1 if count else 0)
         vocab = self._forward.model.spec.vocab_size
-        plan = StepPlan(
+        return StepPlan(
             next(self._numbers),
             leaves,
             joins,
@@ -85,19 +85,22 @@ class Probe:
             draw_from=[0 for _ in some],
             draw_into=[0 for _ in some],
         )
+
+    def _run(self, plan: StepPlan) -> None:
         with torch.inference_mode(), self._forward.on_stream():
             self._forward.state.apply(plan)
-            if count:
+            if plan.rows:
                 self._forward.run(plan, [0])
 
     def seconds(self, start: int, count: int) -> float:
         """The shortest of `_REPEATS` runs, after one that is not counted."""
         best = float("inf")
         for attempt in range(_REPEATS + 1):
+            plan = self._plan([], [], start, count)
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with self._forward.on_stream():
                 began.record()
-                self._run([], [], start, count)
+                self._run(plan)
                 ended.record()
             ended.synchronize()
             if attempt:
@@ -106,4 +109,4 @@ class Probe:
 
     def close(self) -> None:
         """The sequence leaves."""
-        self._run([0], [], 0, 0)
+        self._run(self._plan([0], [], 0, 0))

@@ -1,8 +1,8 @@
 """Computes steps on a GPU: plan -> deltas, forward graph, sampler, all queued without a wait.
 
-A step of few tokens replays a CUDA graph in which each token is a query of its own; a steady decode
-step is that graph and the sampler, two launches. A step with long prompts runs the same operations
-one by one. Tokens come back through pinned memory, one event a step.
+A step of few tokens replays a CUDA graph (see `runner.forward`); a steady decode step is that graph
+and the sampler's two kernels, six where a row truncates. Only a step of very many tokens launches
+its operations one by one. Tokens come back through pinned memory, one event a step.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.ops import CudaOps, Place
 from headrace.kernels import sampling
 from headrace.kernels.draw_params import KINDS, Kind
-from headrace.kernels.launch import compiled, compiling
+from headrace.kernels.launch import compiled, compiling, fetched
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState
@@ -45,6 +45,10 @@ ALONE_PAIRS = 1 << 15  # query-key pairs of prompts up to which nobody needs to 
 def up_to(sizes: tuple[int, ...], most: int) -> list[int]:
     """The sizes below `most`, and the lesser of `most` and the last of them."""
     return [size for size in sizes if size < most] + [min(most, sizes[-1])] * (most <= sizes[-1])
+
+
+def _seen() -> int:
+    return compiled() + fetched()
 
 
 class Forward:
@@ -80,7 +84,7 @@ class Forward:
         self._graphs: dict[tuple[Way, int], torch.cuda.CUDAGraph] = {}
         self._input = self._inputs["alone"]
         self._pool: Any = None
-        self._compiled = compiled()
+        self._seen = _seen()
         self._scratch = sampling.Scratch.allocate(draws, model.spec.vocab_size, self.device)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
@@ -177,10 +181,9 @@ class Forward:
         """Queue the draws of the step that `run` queued last; tokens [draws] int32 is filled."""
         draws = len(plan.draw_from)
         logits = self.place.buffers.logits[: len(sources)]
-        if draws != len(sources):
-            at = {row: i for i, row in enumerate(sources)}
-            index = torch.tensor([at[row] for row in plan.draw_from], device=self.device)
-            logits = logits[index]
+        if draws != len(sources):  # several draws from one row: n > 1
+            spread = self.place.buffers.spread[:draws]
+            logits = torch.index_select(logits, 0, self._input.draw_logits[:draws], out=spread)
         self._draw(logits, draws, tokens, self.state.kind(plan.draw_into))
 
     def _draw(self, logits: Tensor, draws: int, tokens: Tensor, kind: Kind) -> None:
@@ -242,7 +245,7 @@ class Forward:
                 self._pool = graph.pool()
                 self._graphs[way, size] = graph
             self._stream.synchronize()
-        self._compiled = compiled()
+        self._seen = _seen()
 
     def _graph_list(self) -> list[tuple[Way, int]]:
         ways: tuple[Way, ...] = ("crowd", "mixed", "alone")
@@ -255,8 +258,8 @@ class Forward:
 
     @property
     def compiles(self) -> int:
-        """Kernels compiled since the graphs were captured."""
-        return compiled() - self._compiled
+        """Kernels compiled, or fetched from the cache on disk, since the graphs were captured."""
+        return _seen() - self._seen
 
     def close(self) -> None:
         """Wait for the device and drop the graphs."""

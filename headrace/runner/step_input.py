@@ -20,17 +20,18 @@ class StepInput:
 
     rows, positions, writes, ids: one entry a token. alone: the position of a token that is a query
     of its own (those of the plan's first rows), -1 for one of a chunk. sources: the token behind
-    each row of logits. draw_tokens, draw_rows: one entry a draw. The host stores positions less
-    one: the device moves them on as a step begins, so that a steady decode step needs no upload.
+    each row of logits. draw_tokens, draw_rows, draw_logits: one entry a draw; the last is the row
+    of logits that it draws from. The host stores positions less one: the device moves them on as a
+    step begins, so that a steady decode step needs no upload.
     """
 
     def __init__(self, tokens: int, draws: int, device: torch.device) -> None:
         self.tokens = tokens
         width = max(tokens, draws)
-        self._device = torch.zeros((8, width), dtype=torch.int32, device=device)
+        self._device = torch.zeros((9, width), dtype=torch.int32, device=device)
         self.rows, self.positions, self.writes, self.ids, self.alone = self._device[:5, :tokens]
-        self.sources, self.draw_tokens, self.draw_rows = self._device[5:]
-        self._upload = Upload((8, width), device)
+        self.sources, self.draw_tokens, self.draw_rows, self.draw_logits = self._device[5:]
+        self._upload = Upload((9, width), device)
         self._following: tuple[list[int], list[int], list[int], list[int]] | None = None
 
     def columns(self, tokens: int, tables: torch.Tensor) -> StepColumns:
@@ -85,4 +86,7 @@ class StepInput:
         draws = len(plan.draw_from)
         slot[6, :draws] = lasts[plan.draw_from]
         slot[7, :draws] = plan.draw_into
+        if draws != len(sources):
+            at = {row: i for i, row in enumerate(sources)}
+            slot[8, :draws] = [at[row] for row in plan.draw_from]
         self._upload.send(self._device, len(slot))

@@ -34,6 +34,7 @@ class Buffers:
         self.inner = rows(tokens, spec.ffn)
         self.chosen = rows(draws, spec.hidden)
         self.logits = rows(draws, spec.vocab_size)
+        self.spread = rows(draws, spec.vocab_size)  # a row of logits for each draw, where n > 1
 
     @property
     def size_bytes(self) -> int:
