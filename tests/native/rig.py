@@ -95,7 +95,8 @@ def quantised(x: Floats) -> Floats:
     top = np.abs(blocks).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
     q = np.rint(blocks * inverse)
-    return (q * (top / np.float32(127))).reshape(rows, -1)[:, :columns]
+    values: Floats = (q * (top / np.float32(127))).reshape(rows, -1)[:, :columns]
+    return values
 
 
 def linear(

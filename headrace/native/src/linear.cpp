@@ -26,14 +26,13 @@ void fast_tile(const uint8_t* panel, int blocks, const void* acts, int row, floa
       W::scales(scales, b, lane, d, m);
 #pragma GCC unroll 16
       for (int r = 0; r < M; ++r) {
-        int32_t q[8];
-        memcpy(q, a.q[row + r], sizeof q);
+        const int8_t* q = a.q[row + r];
         I half[2] = {izero(), izero()};
 #pragma GCC unroll 8
         for (int g = 0; g < 8; ++g) {
           // Two chains where there are too few rows to fill the latency of one.
           I& acc = half[W::kParts == 2 || M <= 2 ? g / 4 : 0];
-          acc = W::kSigned ? dot4_q8(acc, w[g], q[g]) : dot4(acc, w[g], q[g]);
+          acc = W::kSigned ? dot4_q8(acc, w[g], q + 4 * g) : dot4(acc, w[g], q + 4 * g);
         }
         const F scale = set1(a.scale[row + r]);
         if (W::kParts == 2) {

@@ -19,6 +19,11 @@ HR_INLINE uint32_t float_to_bits(float x) {
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
+HR_INLINE int32_t four_bytes(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  return four;
+}
 HR_INLINE float bfloat_to_float(uint16_t x) { return bits_to_float(static_cast<uint32_t>(x) << 16); }
 HR_INLINE uint16_t float_to_bfloat(float x) {  // to nearest, ties to even
   const uint32_t bits = float_to_bits(x);

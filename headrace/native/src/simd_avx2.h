@@ -92,13 +92,13 @@ template <int J> HR_INLINE F q8_to_float(B a) {
 }
 
 // acc + the sum over each lane's 4 bytes of weight (0..127) x activation (signed).
-HR_INLINE I dot4(I acc, B weights, int32_t activations) {
-  const __m256i pairs = _mm256_maddubs_epi16(weights, _mm256_set1_epi32(activations));
+HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
+  const __m256i pairs = _mm256_maddubs_epi16(weights, _mm256_set1_epi32(four_bytes(activations)));
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 // The same for signed weights: |w| x (a with the sign of w). Needs a > -128.
-HR_INLINE I dot4_q8(I acc, B weights, int32_t activations) {
-  const __m256i turned = _mm256_sign_epi8(_mm256_set1_epi32(activations), weights);
+HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
+  const __m256i turned = _mm256_sign_epi8(_mm256_set1_epi32(four_bytes(activations)), weights);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), turned);
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }

@@ -77,10 +77,10 @@ template <int J> HR_INLINE F byte_to_float(B a) {
 template <int J> HR_INLINE F q8_to_float(B a) { return byte_to_float<J>(a); }
 
 // acc + the sum over each lane's 4 bytes of weight (unsigned) x activation (signed).
-HR_INLINE I dot4(I acc, B weights, int32_t activations) {
-  return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(activations));
+HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
+  return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(four_bytes(activations)));
 }
-HR_INLINE I dot4_q8(I acc, B weights, int32_t activations) {
+HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
   return dot4(acc, weights, activations);
 }
 

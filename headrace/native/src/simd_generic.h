@@ -88,12 +88,12 @@ template <int J> HR_INLINE F q8_to_float(B a) {
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
-HR_INLINE I dot4(I acc, B weights, int32_t activations) {
+HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
   return reinterpret_cast<I>(vdotq_s32(reinterpret_cast<int32x4_t>(acc),
                                        reinterpret_cast<int8x16_t>(weights),
-                                       vreinterpretq_s8_s32(vdupq_n_s32(activations))));
+                                       vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(activations)))));
 }
-HR_INLINE I dot4_q8(I acc, B weights, int32_t activations) {
+HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
   return dot4(acc, weights, activations);
 }
 #else
@@ -102,13 +102,14 @@ HR_INLINE I pair_sums(S products) {
   const I both = reinterpret_cast<I>(products);
   return ((both << 16) >> 16) + (both >> 16);
 }
-HR_INLINE I dot4_q8(I acc, B weights, int32_t activations) {
-  const S a = reinterpret_cast<S>(I{activations, activations, activations, activations});
+HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
+  const int32_t four = four_bytes(activations);
+  const S a = reinterpret_cast<S>(I{four, four, four, four});
   const S w = reinterpret_cast<S>(weights);
   return acc + pair_sums(((w << 8) >> 8) * ((a << 8) >> 8)) + pair_sums((w >> 8) * (a >> 8));
 }
 // acc + the sum over each lane's 4 bytes of weight (0..127) x activation (signed).
-HR_INLINE I dot4(I acc, B weights, int32_t activations) {
+HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
   return dot4_q8(acc, weights, activations);
 }
 #endif
