@@ -18,6 +18,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.config import Settings
@@ -44,6 +45,10 @@ class NullRunner:
         ticket = NullTicket(StepResult(plan.step, [97] * len(plan.draw_into)))
         self.spent_s += time.perf_counter() - begun
         return ticket
+
+    def counters(self) -> Mapping[str, int]:
+        """Nothing of its own."""
+        return {}
 
     def close(self) -> None:
         """Nothing to free."""

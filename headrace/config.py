@@ -22,6 +22,8 @@ from headrace.errors import ConfigError
 
 ENV_PREFIX = "HEADRACE_"
 ENV_FILE = "HEADRACE_CONFIG"  # names the TOML file; no setting
+_DECIMAL = r"\d+(\.\d+)?"
+NUMBER_OR_AUTO = ("api_workers", "itl_target_ms")  # kept as text; a file may give the number
 T = TypeVar("T")
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -42,11 +44,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: Natural = 0
-    max_num_seqs: Positive = 64
-    max_num_batched_tokens: Positive = 512
+    max_num_seqs: Natural = 0
+    max_num_batched_tokens: Natural = 0
+    itl_target_ms: str = "auto"
     block_size: Positive = 16
     kv_blocks: Natural = 0
     kv_memory: str = ""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority", "static"] = "fcfs"
     max_wait_s: Seconds = 60.0
@@ -78,11 +82,17 @@ HELP: Mapping[str, str] = {
     "dtype": "type of weights and activations; auto follows the checkpoint and the processor",
     "load_format": "auto reads the checkpoint's weights; dummy draws random ones",
     "max_model_len": "longest prompt + output in tokens; 0 = what the model and the KV cache allow",
-    "max_num_seqs": "sequences that run at once",
-    "max_num_batched_tokens": "tokens computed in one step, decodes first, the rest for prefill",
+    "max_num_seqs": "sequences that run at once; 0 = what suits the backend",
+    "max_num_batched_tokens": "tokens computed in one step, decodes first, the rest for prefill; "
+    "0 = what suits the backend",
+    "itl_target_ms": "longest step while sequences decode, in milliseconds: prompts wait for it; "
+    "0 = no limit; auto: from the card",
     "block_size": "tokens in a KV block",
     "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory",
-    "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory",
+    "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "
+    "on a GPU from --gpu-memory-utilization",
+    "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "
+    "--kv-memory size the KV cache instead",
     "prefix_caching": "reuse the KV of equal prompt prefixes",
     "scheduling_policy": "fcfs, priority (lower = more urgent), or static batches (a baseline)",
     "max_wait_s": "priority policy: a request that waited this long is admitted next",
@@ -139,6 +149,8 @@ def load(
     def put(key: str, value: Any, kind: Literal["flag", "environment", "file"], name: str) -> None:
         if key not in sources:
             raise ConfigError(f"unknown setting {key!r} ({kind} {name})", param=key)
+        if key in NUMBER_OR_AUTO and type(value) in (int, float):
+            value = str(value)
         values[key], sources[key] = value, Source(kind, name)
 
     file = file or (Path(environ[ENV_FILE]) if environ.get(ENV_FILE) else None)
@@ -174,7 +186,12 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
         raise ConfigError(
             f"api_workers = {settings.api_workers!r}: a number from 1, or auto", param="api_workers"
         )
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
+    if settings.itl_target_ms != "auto" and not re.fullmatch(_DECIMAL, settings.itl_target_ms):
+        raise ConfigError(
+            f"itl_target_ms = {settings.itl_target_ms!r}: milliseconds from 0, or auto",
+            param="itl_target_ms",
+        )
+    if 0 < settings.max_num_batched_tokens < settings.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens = {settings.max_num_batched_tokens} is below max_num_seqs = "
             f"{settings.max_num_seqs}: a step must hold one token of every running sequence",

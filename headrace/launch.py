@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.backends.choose import resolve_api_workers, resolve_backend, resolve_overlap
+from headrace.backends.choose import (
+    resolve_api_workers,
+    resolve_backend,
+    resolve_itl_target_s,
+    resolve_max_num_batched_tokens,
+    resolve_max_num_seqs,
+    resolve_overlap,
+    settled,
+)
 from headrace.backends.cpu.device import cores
-from headrace.config import Resolved, Settings, refuse
+from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError, SetupError
 from headrace.messages import EngineInfo
 from headrace.observe.logs import configure_logging
@@ -34,10 +42,12 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
     """Resolve (and, where needed, download) the model that `settings` name. Raises SetupError."""
     from headrace.sources.resolve import FAKE, resolve
 
-    resolve_backend(settings)  # refuse what cannot run before anything is downloaded
+    settled(settings)  # refuses what cannot run before anything is downloaded
     fake = settings.backend == "fake" and not settings.model
     weights = settings.load_format != "dummy"
     files = FAKE if fake else resolve(settings.model, say=say, weights=weights)
+    if files.kind == "hf" and not (files.path / "tokenizer.json").exists():
+        say(f"{files.path} has no tokenizer.json: prompts are token ids, answers carry no text")
     if not settings.served_model_name:
         return files
     return ModelFiles(settings.served_model_name, files.kind, files.path)
@@ -47,6 +57,7 @@ def build_engine(
     settings: Settings, files: ModelFiles, report: Report
 ) -> tuple[ServingEngine, EngineInfo]:
     """Load the model and put an engine around it. Raises SetupError."""
+    settings = settled(settings)
     if settings.engine == "naive":
         from headrace.bench.naive import build_naive
 
@@ -54,11 +65,20 @@ def build_engine(
     from headrace.engine.loop import Engine
     from headrace.kv.cache import KVCache
 
-    backend = resolve_backend(settings).value
-    runner = _fake_runner(settings) if backend == "fake" else _cpu_runner(settings, files, report)
+    fake = settings.backend == "fake"
+    runner = _fake_runner(settings) if fake else _torch_runner(settings, files, report)
     facts = runner.capacity
+    target_s = resolve_itl_target_s(settings, facts.cost)
+    if target_s.value:
+        report(f"{'ITL target':13} {target_s.value * 1000:.0f} ms: {target_s.reason}", 0.0)
     kv = KVCache(facts.kv_blocks[0], facts.block_size, prefix_caching=settings.prefix_caching)
-    engine = Engine(settings, kv, runner, overlap=resolve_overlap(settings, backend).value)
+    engine = Engine(
+        settings,
+        kv,
+        runner,
+        overlap=resolve_overlap(settings, settings.backend).value,
+        itl_target_s=target_s.value,
+    )
     return engine, EngineInfo(
         max_model_len=facts.max_model_len,
         max_num_seqs=facts.max_rows,
@@ -71,7 +91,6 @@ def build_engine(
 def _fake_runner(settings: Settings) -> Any:
     from headrace.backends.fake import FakeRunner
 
-    refuse(settings, "backend = fake", ("dtype", "load_format", "kv_memory", "threads"))
     blocks, longest = _fake_sizes(settings)
     return FakeRunner(
         kv_blocks=blocks,
@@ -89,7 +108,7 @@ def _fake_sizes(settings: Settings) -> tuple[int, int]:
     return blocks, min(settings.max_model_len or FAKE_MODEL_LEN, room)
 
 
-def _cpu_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
+def _torch_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
     if files.kind == "fake":
         raise ConfigError("the fake model needs backend = fake", param="backend")
     begun = time.perf_counter()
@@ -107,17 +126,26 @@ def explain(settings: Settings) -> Mapping[str, Resolved[Any]]:
     backend = resolve_backend(settings)
     outcomes: dict[str, Resolved[Any]] = {
         "backend": backend,
+        "max_num_seqs": resolve_max_num_seqs(settings, backend.value),
+        "max_num_batched_tokens": resolve_max_num_batched_tokens(settings, backend.value),
+        "itl_target_ms": _explain_itl_target(backend.value),
         "overlap": resolve_overlap(settings, backend.value),
         "api_workers": resolve_api_workers(settings),
     }
     if backend.value == "cpu":
         outcomes["threads"] = Resolved(settings.threads or cores(), "cores this process may use")
-    outcomes.update(_explain_model(settings, backend.value))
+    outcomes.update(_explain_model(settled(settings), backend.value))
     return {
         key: outcome
         for key, outcome in outcomes.items()
         if getattr(settings, key) in ("auto", "", 0)
     }
+
+
+def _explain_itl_target(backend: str) -> Resolved[Any]:
+    if backend == "cuda":
+        return Resolved("at start", "from the model's step time on this card")
+    return Resolved(0, f"the {backend} backend has no model of its step time")
 
 
 def _explain_model(settings: Settings, backend: str) -> Mapping[str, Resolved[Any]]:

@@ -79,7 +79,8 @@ class LLM:
         model: as `headrace serve` takes it: a GGUF file, a folder, hf:owner/name, pypi:package;
             empty for the default model.
         settings: any setting of `headrace serve` by its name, such as max_num_seqs=8. HEADRACE_*
-            variables hold for those not given here.
+            variables hold for those not given here. An `itl_target_ms` of auto is no limit here:
+            nobody waits for single tokens, so prompts go as fast as they can.
 
     Raises SetupError: a bad setting, or a model that cannot be found, read or run.
     """
@@ -87,9 +88,13 @@ class LLM:
     def __init__(self, model: str = "", **settings: Any) -> None:
         given = {"model": model, **settings} if model else settings
         self.settings, _ = config.load(given)
+        if self.settings.itl_target_ms == "auto":
+            self.settings = msgspec.structs.replace(self.settings, itl_target_ms="0")
         files = launch.find_model(self.settings, _say)
         self._card = read_card(files)
-        self._tokenizer = load_tokenizer(files, self._card)
+        self._tokenizer = load_tokenizer(
+            files, self._card, optional=self.settings.load_format == "dummy"
+        )
         self._template = ChatTemplate(self._card)
         self._engine, self.info = launch.build_engine(self.settings, files, _quiet)
         self._handles = itertools.count()
@@ -261,6 +266,8 @@ class LLM:
         return _Choice(Completion(prompt_index=at, index=index, prompt_token_ids=prompt), text)
 
     def _check(self, params: SamplingParams) -> None:
+        if params.stops:
+            self._tokenizer.need_text("stop")
         if params.n > self.info.max_num_seqs:
             raise InvalidRequest(
                 f"n = {params.n} is over max_num_seqs = {self.info.max_num_seqs}", param="n"

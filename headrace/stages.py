@@ -46,7 +46,7 @@ STAGES = (
         5,
         "Schedule",
         "compute",
-        ("engine/scheduler.py", "engine/policy.py"),
+        ("engine/scheduler.py", "engine/policy.py", "engine/budget.py"),
         "which sequences get how many tokens in this step",
         "headrace_queue_seconds",
     ),

@@ -6,9 +6,22 @@ import pytest
 
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
+from tests.devices import BACKENDS, WITHOUT_CUDA
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """cpu, and cuda where there is a device; the summary says where there is none."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="session")
 def default_model() -> ModelFiles:
     """SmolLM2-135M-Instruct. Downloaded into the normal cache once; fails where that fails."""
     return resolve("", say=print)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if WITHOUT_CUDA:
+        terminalreporter.write_line(f"NOT RUN: tests on the cuda backend: {WITHOUT_CUDA}")

@@ -229,6 +229,8 @@ def _prepared(
         for prompt in prompts
     ]
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if stops:
+        service.tokenizer.need_text("stop")
     return Prepared(
         jobs=jobs,
         n=n,

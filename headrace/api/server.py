@@ -51,9 +51,9 @@ def serve(
     name = settings.served_model_name or files.name
     metrics = ApiMetrics(name)
     client = EngineClient(folder, worker, engine_timeout_s=settings.engine_timeout_s)
-    service = Service(
-        settings, name, read_card(files), load_tokenizer(files), client, metrics, worker
-    )
+    card = read_card(files)
+    tokenizer = load_tokenizer(files, card, optional=settings.load_format == "dummy")
+    service = Service(settings, name, card, tokenizer, client, metrics, worker)
     client.on_done = service.on_done
     connections = Connections(settings.receive_timeout_s, settings.stall_timeout_s)
 

@@ -58,6 +58,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def _detokenized(service: Service, body: Detokenize) -> bytes:
+    service.tokenizer.need_text("tokens")
     vocab_size = service.tokenizer.vocab_size
     for token in body.tokens:
         if not 0 <= token < vocab_size:

@@ -15,7 +15,7 @@ from headrace.errors import ModelError
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner.checkpoint import open_checkpoint
-from headrace.runner.weights import halves
+from headrace.runner.pieces import halves
 from headrace.sources.files import ModelFiles
 
 _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}  # by GGUF architecture

@@ -43,7 +43,6 @@ class Draft:
         "_outputs",
         "_prefills",
         "_unwritten",
-        "budget_tokens",
         "decoders",
         "joins",
         "rows",
@@ -51,8 +50,7 @@ class Draft:
         "starts",
     )
 
-    def __init__(self, budget_tokens: int) -> None:
-        self.budget_tokens = budget_tokens
+    def __init__(self) -> None:
         self.stalled = False  # a running sequence found no memory
         self.decoders: list[Sequence] = []
         self.rows: list[int] = []
@@ -90,7 +88,6 @@ class Draft:
     def close_decodes(self) -> None:
         """Fill the columns that are the same for every decode row: one token, one draw each."""
         decodes = len(self.rows)
-        self.budget_tokens -= decodes
         self._counts = [1] * decodes
         self._ids = [None] * decodes
         self._outputs = [Output.SAMPLE] * decodes
@@ -108,7 +105,6 @@ class Draft:
         self._ids.append(sequence.tokens[start : start + count])
         self._outputs.append(Output.SAMPLE if samples else Output.NONE)
         self._prefills.append(sequence)
-        self.budget_tokens -= count
 
     def draw(self, sequences: list[Sequence]) -> None:
         """One draw for each, from the forward row added last."""

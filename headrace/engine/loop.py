@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace.config import Settings
+from headrace.engine.budget import budget_for
 from headrace.engine.draft import Flight
 from headrace.engine.protocol import Runner, Ticket
 from headrace.engine.registry import Registry
@@ -29,6 +30,9 @@ class Engine:
 
     Not thread-safe: one thread submits, aborts and turns. Whatever is submitted between two turns
     is seen by the next one.
+
+    settings: settled ones. itl_target_s: the longest step while sequences decode, by the runner's
+    own prediction; 0 = no limit.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Engine:
         runner: Runner,
         *,
         overlap: bool,
+        itl_target_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepPlan, StepResult], None] | None = None,
     ) -> None:
@@ -47,7 +52,9 @@ class Engine:
         self.kv = kv
         self.runner = runner
         self._tally = Tally()
-        self.scheduler = Scheduler(settings, kv, capacity, self._tally)
+        assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
+        budget = budget_for(capacity.cost, settings.max_num_batched_tokens, itl_target_s)
+        self.scheduler = Scheduler(settings, kv, capacity, budget, self._tally)
         self.registry = Registry(settings, kv, capacity, self.scheduler, self._tally)
         self._clock = clock
         self._on_step = on_step
@@ -168,6 +175,7 @@ class Engine:
             generation_tokens=tally.generation_tokens,
             finished=dict(tally.finished),
             started=tally.started,
+            runner=self.runner.counters(),
         )
 
     def close(self) -> None:

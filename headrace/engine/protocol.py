@@ -7,12 +7,39 @@ Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV) and `r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
 from headrace.engine.stats import EngineStats
 from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    """A model of the time of one step on one device, in seconds; measured, not guessed.
+
+    Matrix products take `token_s` a token, paid in whole tiles, but never less than `floor_s`, in
+    which the weights are read; the rest takes `base_s`. Attention takes `pair_s` for each pair of a
+    prefill token and a token that it sees, and `read_s` for each token that a decode row reads.
+    """
+
+    floor_s: float
+    token_s: float
+    base_s: float
+    pair_s: float
+    read_s: float
+    tile: int  # tokens, at least 1
+
+    def seconds(self, tokens: int, pairs: float, reads: int) -> float:
+        """Time of a step of `tokens` tokens; never falls when an argument rises.
+
+        pairs: the sum over prefill rows of count * (start + count / 2); reads: the sum of the
+        contexts of decode rows.
+        """
+        padded = -(-tokens // self.tile) * self.tile
+        products_s = max(self.floor_s, self.token_s * padded)
+        return products_s + self.base_s + self.pair_s * pairs + self.read_s * reads
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -23,6 +50,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_rows: int  # device rows: sequences that can run at once
     max_model_len: int  # tokens of one sequence, prompt and output
     vocab_size: int  # draws are always < vocab_size (padding of the output layer is masked)
+    cost: StepCost | None = None  # None: the time of a step is not known beforehand
 
 
 class Ticket(Protocol):
@@ -51,6 +79,11 @@ class Runner(Protocol):
         Needs: the plan's blocks are not written by any other live sequence.
         Raises whatever broke the whole step. The engine then ends every sequence that owns a row,
         and the next plan names all their rows in `leaves`, also rows that are already free.
+        """
+
+    def counters(self) -> Mapping[str, int]:
+        """Name -> how often it happened so far: what this kind of runner alone can count, such as
+        steps run from a graph. A count never falls and a name never goes. Asked after every turn.
         """
 
     def close(self) -> None:

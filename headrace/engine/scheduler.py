@@ -1,8 +1,8 @@
 """Scheduler: which sequences get how many tokens in the next step, and who must make room.
 
 One plan, in order: a better class takes the place of a worse one; every running sequence past its
-prompt gets one token; what is left of the token budget goes to prompts, those that run and those
-that are admitted, best key first. Nothing is admitted past a sequence that does not fit.
+prompt gets one token; what is left of the budget (`engine.budget`) goes to prompts, those that run
+and those that are admitted, best key first. Nothing is admitted past a sequence that does not fit.
 
 Memory. An admission reserves all blocks of the tokens it brings, so only decoding asks for more.
 When there is none, the worst running sequence is preempted: it loses its KV and its row, goes back
@@ -20,6 +20,7 @@ from bisect import insort
 from operator import attrgetter
 
 from headrace.config import Settings
+from headrace.engine.budget import Budget
 from headrace.engine.draft import Draft, Flight
 from headrace.engine.policy import may_preempt, promoted, victim
 from headrace.engine.protocol import Capacity
@@ -38,8 +39,11 @@ _KEY = attrgetter("key")
 class Scheduler:
     """Owns the queue, the running list and the device rows. Loop thread only."""
 
-    def __init__(self, settings: Settings, kv: KVCache, capacity: Capacity, tally: Tally) -> None:
+    def __init__(
+        self, settings: Settings, kv: KVCache, capacity: Capacity, budget: Budget, tally: Tally
+    ) -> None:
         self.kv = kv
+        self.budget = budget
         self.rows = min(settings.max_num_seqs, capacity.max_rows)
         self.queue = WaitQueue()
         self.running: list[Sequence] = []  # by key; those that left have row NO_ROW until swept
@@ -49,7 +53,6 @@ class Scheduler:
         self.static = settings.scheduling_policy == "static"
         self._ages = settings.scheduling_policy == "priority"
         self._max_wait_s = settings.max_wait_s
-        self._budget_tokens = settings.max_num_batched_tokens
         self._tally = tally
         self._watermark = max(1, int(kv.size * WATERMARK))
         self._pressure = 0.0  # 0: admit on the watermark; 1: admit only what can run to its end
@@ -89,9 +92,10 @@ class Scheduler:
             return None
         self._pressure *= PRESSURE_DECAY if self._pressure > PRESSURE_OFF else 0.0
         self._make_way(now)
-        draft = Draft(self._budget_tokens)
+        draft = Draft()
         prefills = self._decode(draft, now)
         draft.close_decodes()
+        self.budget.begin(draft.starts, waiting=draft.stalled)
         self._prefill(draft, prefills, now)
         if not draft.rows:
             assert not draft.joins, "admitted without a token to compute"
@@ -153,7 +157,7 @@ class Scheduler:
                 prefills.append(head)
             closed = True
         prefills.reverse()  # so that pop() takes the best
-        while draft.budget_tokens > 0:
+        while self.budget.open:
             head = None if closed else self._head(now)
             if head is None or (prefills and prefills[-1].key < head.key):
                 if not prefills:
@@ -166,7 +170,9 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, draft: Draft) -> None:
         """As much of what the sequence brought as the budget allows; draws when it is complete."""
-        count = min(sequence.base - sequence.planned, draft.budget_tokens)
+        count = self.budget.grant(sequence.planned, sequence.base - sequence.planned)
+        if not count:
+            return  # the budget is closed: it goes on in the next step
         complete = sequence.planned + count == sequence.base
         unwritten = sequence.planned < sequence.cached
         draft.chunk(sequence, count, unwritten=unwritten, samples=complete)

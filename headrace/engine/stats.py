@@ -5,6 +5,8 @@ Always: started == sum(finished.values()) + running + waiting.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 
@@ -48,3 +50,4 @@ class EngineStats(msgspec.Struct, frozen=True):
     generation_tokens: int
     finished: dict[str, int]  # reason -> requests: stop, length, abort, error, refused
     started: int
+    runner: Mapping[str, int] = {}  # see engine.protocol.Runner.counters

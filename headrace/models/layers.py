@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headrace.models.ops import Ops
 from headrace.models.spec import ModelSpec, Rope
-
-# (layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads * d].
-# Writes k and v to the KV cache and attends over it.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def _unset(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -34,14 +30,11 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """ids [T] -> [T, hidden]."""
+    """One row a token id."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = _unset(rows, hidden, dtype=dtype)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -115,8 +108,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.index, self.heads, self.kv_heads = index, spec.heads, spec.kv_heads
-        self.head_dim = spec.head_dim
+        self.index = index
         heads = spec.heads + 2 * spec.kv_heads
         self.attn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.qkv = Linear(spec.hidden, heads * spec.head_dim, dtype, bias=spec.qkv_bias)
@@ -124,13 +116,10 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.ffn = SwiGLU(spec.hidden, spec.ffn, dtype)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x)).view(x.shape[0], -1, self.head_dim)
-        turned = rotate(qkv[:, : self.heads + self.kv_heads], cos, sin)
-        q, k = turned[:, : self.heads], turned[:, self.heads :]
-        x = x + self.out(attend(self.index, q, k, qkv[:, self.heads + self.kv_heads :]))
-        y: Tensor = x + self.ffn(self.ffn_norm(x))
-        return y
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        q = ops.qkv(self.index, x, self.attn_norm, self.qkv)
+        x = ops.add_linear(x, ops.attend(self.index, q), self.out)
+        return ops.add_mlp(x, self.ffn_norm, self.ffn)
 
 
 class Decoder(nn.Module):
@@ -145,16 +134,15 @@ class Decoder(nn.Module):
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_rows, dtype)
         self.rotary = Rotary(spec.rope, spec.head_dim)
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """ids, positions [T] int64 -> [T, hidden], before the last norm."""
-        cos, sin = self.rotary(positions, self.dtype)
-        x: Tensor = self.embed(ids)
+    def forward(self, ops: Ops) -> Tensor:
+        """One step -> [T, hidden], before the last norm."""
+        x = ops.embed(self.embed)
         for block in self.blocks:
-            x = block(x, cos, sin, attend)
+            x = block(x, ops)
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [n, hidden] -> [n, vocab_size] float32. Rows that only pad the vocabulary are left out:
-        every id that can be drawn is one that the tokenizer accepts back."""
+    def logits(self, x: Tensor, ops: Ops) -> Tensor:
+        """x [n, hidden] -> [n, vocab_size]. Rows that only pad the vocabulary are left out: every
+        id that can be drawn is one that the tokenizer accepts back."""
         weight = self.embed.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(x), weight[: self.spec.vocab_size]).float()
+        return ops.head(x, self.norm, weight[: self.spec.vocab_size])

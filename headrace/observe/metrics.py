@@ -31,7 +31,10 @@ REGISTRY = CollectorRegistry()
 
 
 class Stats(Protocol):
-    """What the engine counts: four gauges, then totals. `finished` is reason -> requests."""
+    """What the engine counts: four gauges, then totals.
+
+    `finished` is reason -> requests, `runner` what its runner alone can count: event -> times.
+    """
 
     @property
     def running(self) -> int: ...
@@ -57,6 +60,8 @@ class Stats(Protocol):
     def started(self) -> int: ...
     @property
     def finished(self) -> Mapping[str, int]: ...
+    @property
+    def runner(self) -> Mapping[str, int]: ...
 
 
 class EngineMetrics:
@@ -101,14 +106,17 @@ class EngineMetrics:
             "vllm:cache_config_info", "always 1; the labels hold the facts", registry,
             ["model_name", "block_size", "num_gpu_blocks"],
         )  # fmt: skip
-        self._finished = Counter(
-            "headrace_requests_finished",
-            "requests that the engine ended, by reason",
-            ["model_name", "reason"],
-            registry=registry,
-        )
+        self._by_label = [
+            ("finished", _Labelled(
+                "headrace_requests_finished", "requests that the engine ended, by reason",
+                "reason", model_name, registry,
+            )),
+            ("runner", _Labelled(
+                "headrace_runner_events", "what the runner did, by its own names for it",
+                "event", model_name, registry,
+            )),
+        ]  # fmt: skip
         self._last: dict[str, int] = {}
-        self._last_finished: dict[str, int] = {}
 
     def update(self, stats: Stats) -> None:
         """Write what changed since the last call."""
@@ -127,11 +135,27 @@ class EngineMetrics:
             if value > last.get(field, 0):
                 counter.inc(value - last.get(field, 0))
         self._last = new
-        for reason, count in stats.finished.items():
-            before = self._last_finished.get(reason, 0)
-            if count > before:
-                self._finished.labels(self._model_name, reason).inc(count - before)
-                self._last_finished[reason] = count
+        for field, labelled in self._by_label:
+            labelled.update(getattr(stats, field))
+
+
+class _Labelled:
+    """A counter with one label, whose totals are kept elsewhere."""
+
+    def __init__(
+        self, name: str, text: str, label: str, model_name: str, registry: CollectorRegistry
+    ) -> None:
+        self._counter = Counter(name, text, ["model_name", label], registry=registry)
+        self._model_name = model_name
+        self._last: dict[str, int] = {}
+
+    def update(self, totals: Mapping[str, int]) -> None:
+        """Raise the series to `totals`; one at 0 is shown from the first time it is named."""
+        for key, total in totals.items():
+            before = self._last.get(key)
+            if before is None or total > before:
+                self._counter.labels(self._model_name, key).inc(total - (before or 0))
+                self._last[key] = total
 
 
 class BatchedHistogram(Histogram):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,17 +13,20 @@ import torch
 from headrace.backends.cpu import device
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Resolved, Settings
-from headrace.engine.protocol import Capacity
+from headrace.engine.protocol import Capacity, Runner
 from headrace.errors import ConfigError
 from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import ledger, weights
 from headrace.runner.checkpoint import Checkpoint, dtypes_of, open_checkpoint
+from headrace.runner.phase import Report, phase
 from headrace.runner.runner import TorchRunner
+from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
 
-Report = Callable[[str, float], None]  # (phase, seconds it took)
+PROCESSOR = torch.device("cpu")
+PROGRESS_S = 5.0  # between two lines about weights that load
 
 
 class LoadInfo(msgspec.Struct, frozen=True):
@@ -47,23 +49,49 @@ class Facts(msgspec.Struct, frozen=True):
     wanted_model_len: Resolved[int]  # before the KV cache has its say
 
 
-def load_runner(
-    settings: Settings, files: ModelFiles, report: Report
-) -> tuple[TorchRunner, LoadInfo]:
-    """Load the model and make its KV cache; `report` hears of each phase.
+def load_runner(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
+    """Load the model and make its KV cache; `report` hears of each phase. Needs settled settings.
 
     Raises ConfigError (a setting that cannot be met) or ModelError (files that cannot be run).
     """
+    assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
+    if settings.backend == "cuda":
+        return _load_cuda(settings, files, report)
     if settings.backend not in ("auto", "cpu"):
-        raise ConfigError(f"backend = {settings.backend}: this runner has cpu", param="backend")
+        raise ConfigError(f"backend = {settings.backend} runs no model", param="backend")
+    return _load_cpu(settings, files, report)
+
+
+def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
+    # Compiled kernels stay; Triton's own key names sources, versions, options and card.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_home() / "triton"))
+    with phase("find the GPU", report):
+        from headrace.backends.cuda.device import find_card
+        from headrace.runner.build_cuda import build_runner
+
+        card = find_card()
+        target = torch.device("cuda", card.index)
+        torch.zeros(1, device=target)  # makes the context
+    with phase("read the model's config", report):
+        facts = read_facts(settings, files)
+    with phase("load weights", report):
+        model = load_model(facts.spec, facts.checkpoint, facts.dtype.value, target, report)
+        torch.cuda.synchronize(target)
+    runner, blocks, length, lines = build_runner(
+        settings, model, facts.wanted_model_len, card, report
+    )
+    return runner, _info(runner.capacity, model, facts, blocks, length, lines)
+
+
+def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
     threads = settings.threads or device.cores()
     torch.set_num_threads(threads)
-    with _phase("read the model's config", report):
+    with phase("read the model's config", report):
         facts = read_facts(settings, files)
     spec, checkpoint, dtype = facts.spec, facts.checkpoint, facts.dtype
-    with _phase("load weights", report):
-        model = load_model(spec, checkpoint, dtype.value)
-    with _phase("make the KV cache", report):
+    with phase("load weights", report):
+        model = load_model(spec, checkpoint, dtype.value, report=report)
+    with phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()
         blocks = ledger.size_kv(settings, spec, dtype.value, free_bytes)
         length = ledger.fit_model_len(facts.wanted_model_len, blocks.value, settings.block_size)
@@ -82,11 +110,52 @@ def load_runner(
         max_model_len=length.value,
         vocab_size=spec.vocab_size,
     )
-    name = named(dtype)
-    lines = _lines(settings, spec, model, blocks, length)
-    info = LoadInfo(capacity, spec, name, length, blocks, lines)
-    lines.insert(0, f"{'dtype':13} {name.value}: {name.reason}")
+    activations = ledger.Line(
+        "activations",
+        ledger.activation_bytes(settings, spec, model.dtype, length.value),
+        f"estimate for a step of {settings.max_num_batched_tokens} tokens",
+    )
+    info = _info(capacity, model, facts, blocks, length, [activations])
     return TorchRunner(model, store, capacity, threads), info
+
+
+def _info(
+    capacity: Capacity,
+    model: Decoder,
+    facts: Facts,
+    blocks: Resolved[int],
+    length: Resolved[int],
+    more: list[ledger.Line],
+) -> LoadInfo:
+    """What was loaded; `more`: the backend's own lines of the ledger."""
+    name, parameters = named(facts.dtype), list(model.parameters())
+    per_token = ledger.kv_bytes_per_token(facts.spec, model.dtype)
+    tokens = blocks.value * capacity.block_size
+    lines = [
+        ledger.Line(
+            "weights",
+            sum(p.numel() * p.element_size() for p in parameters),
+            f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters",
+        ),
+        ledger.Line(
+            "KV cache",
+            tokens * per_token,
+            f"{blocks.value} blocks, {tokens} tokens of {per_token} bytes: {blocks.reason}",
+        ),
+        *more,
+    ]
+    return LoadInfo(
+        capacity,
+        facts.spec,
+        name,
+        length,
+        blocks,
+        [
+            f"{'dtype':13} {name.value}: {name.reason}",
+            *map(str, lines),
+            f"{'max_model_len':13} {length.value} tokens: {length.reason}",
+        ],
+    )
 
 
 def read_facts(settings: Settings, files: ModelFiles) -> Facts:
@@ -95,7 +164,10 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     wanted = ledger.wanted_model_len(settings, spec)
     checkpoint = None if settings.load_format == "dummy" else open_checkpoint(files)
     stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
-    dtype = ledger.resolve_dtype(settings, stored, device.flags())
+    if settings.backend == "cuda":
+        dtype = ledger.resolve_gpu_dtype(settings, stored)
+    else:
+        dtype = ledger.resolve_dtype(settings, stored, device.flags())
     return Facts(spec, checkpoint, dtype, wanted)
 
 
@@ -105,6 +177,13 @@ def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
     Free memory is what it is now, less the weights. Raises as `load_runner` does.
     """
     facts = read_facts(settings, files)
+    if settings.backend == "cuda":
+        measured = Resolved("at start", "from the GPU's memory, once a step was measured")
+        return {
+            "dtype": named(facts.dtype),
+            "kv_blocks": measured,
+            "max_model_len": facts.wanted_model_len,
+        }
     dtype = facts.dtype.value
     weights_bytes = 0
     if facts.checkpoint is not None:
@@ -126,50 +205,38 @@ def named(dtype: Resolved[torch.dtype]) -> Resolved[str]:
     return Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
 
 
-def load_model(spec: ModelSpec, checkpoint: Checkpoint | None, dtype: torch.dtype) -> Decoder:
-    """The model with its weights; random ones if `checkpoint` is None."""
+def load_model(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device = PROCESSOR,
+    report: Report | None = None,
+) -> Decoder:
+    """The model with its weights on `device`; random ones if `checkpoint` is None.
+
+    `report` hears every few seconds how far it is.
+    """
     module = module_of(spec.architecture)
-    model, slots = module.build(spec, dtype), module.slots(spec)
+    with torch.device(device):
+        model = module.build(spec, dtype)
+    slots = module.slots(spec)
     if checkpoint is None:
         weights.fill_dummy(model, slots)
     else:
-        weights.load(model, slots, checkpoint)
+        weights.load(model, slots, checkpoint, report and _every_few_seconds(report))
     return model
 
 
-def _lines(
-    settings: Settings,
-    spec: ModelSpec,
-    model: Decoder,
-    blocks: Resolved[int],
-    longest: Resolved[int],
-) -> list[str]:
-    parameters = list(model.parameters())
-    per_token = ledger.kv_bytes_per_token(spec, model.dtype)
-    tokens = blocks.value * settings.block_size
-    lines = [
-        ledger.Line(
-            "weights",
-            sum(p.numel() * p.element_size() for p in parameters),
-            f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters",
-        ),
-        ledger.Line(
-            "KV cache",
-            tokens * per_token,
-            f"{blocks.value} blocks, {tokens} tokens of {per_token} bytes: {blocks.reason}",
-        ),
-        ledger.Line(
-            "activations",
-            ledger.activation_bytes(settings, spec, model.dtype, longest.value),
-            f"estimate for a step of {settings.max_num_batched_tokens} tokens",
-        ),
-    ]
-    length = f"{'max_model_len':13} {longest.value} tokens: {longest.reason}"
-    return [*map(str, lines), length]
+def _every_few_seconds(report: Report) -> weights.Progress:
+    begun_s = said_s = time.perf_counter()
 
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal said_s
+        now_s = time.perf_counter()
+        if now_s - said_s < PROGRESS_S:
+            return
+        said_s = now_s
+        share = f"{ledger.show_bytes(done_bytes)} of {ledger.show_bytes(total_bytes)}"
+        report(f"loaded {share} of weights", now_s - begun_s)
 
-@contextmanager
-def _phase(name: str, report: Report) -> Iterator[None]:
-    began_s = time.perf_counter()
-    yield
-    report(name, time.perf_counter() - began_s)
+    return progress

@@ -52,6 +52,20 @@ def resolve_dtype(
     return Resolved(torch.bfloat16, f"the processor has {native}")
 
 
+def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[torch.dtype]:
+    """The type of weights, activations and KV on a GPU: half the bytes is half the time."""
+    if settings.dtype != "auto":
+        return Resolved(getattr(torch, settings.dtype), "asked for")
+    if set(stored) == {"float16"}:
+        return Resolved(torch.float16, "the checkpoint is float16")
+    if set(stored) <= {"bfloat16"}:
+        return Resolved(torch.bfloat16, "the checkpoint is bfloat16")
+    kinds = ", ".join(sorted(stored))
+    return Resolved(
+        torch.bfloat16, f"the checkpoint is {kinds}; a step reads half of float32's bytes"
+    )
+
+
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """K and V of one token in every layer."""
     return 2 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize

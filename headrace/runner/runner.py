@@ -7,7 +7,7 @@ step while this one runs. The only shared state is inside the tickets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.attention import Scratch, StepAttention
 from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.ops import TorchOps
 from headrace.engine.protocol import Capacity
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
@@ -92,6 +93,10 @@ class TorchRunner:
         self._latest = TorchTicket(self, plan)
         return self._latest
 
+    def counters(self) -> Mapping[str, int]:
+        """Nothing of its own: every step runs alike."""
+        return {}
+
     def close(self) -> None:
         """Stop the worker and free the memory."""
         self._worker.shutdown(wait=True)
@@ -136,11 +141,12 @@ class TorchRunner:
             plan.unwritten,
         )
         ids = self._rows.ids(plan.rows, plan.ids)
-        hidden = self._model(ids, step.positions, step.attend)
+        ops = TorchOps(ids, step, self._model.rotary(step.positions, self._model.dtype))
+        hidden = self._model(ops)
         if not plan.draw_from:
             return None
         lasts = list(accumulate(plan.counts))
-        return self._model.logits(hidden[[lasts[i] - 1 for i in _sources(plan)]])
+        return self._model.logits(hidden[[lasts[i] - 1 for i in _sources(plan)]], ops)
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:

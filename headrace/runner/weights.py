@@ -1,19 +1,26 @@
 """Fills a model's parameters from a checkpoint, or at random, in the target dtype.
 
-Each weight passes through one buffer of a few megabytes; the whole model exists once.
+Weights pass in pieces of a few megabytes; the whole model exists once. Pieces for a processor are
+read one after another, those for a device by several threads (`upload`).
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
+import torch
+
+from headrace.backends.cpu.device import cores
 from headrace.errors import ModelError
 from headrace.models.layers import Decoder
 from headrace.models.slots import Slot
 from headrace.runner.checkpoint import Checkpoint
+from headrace.runner.pieces import pieces
+from headrace.runner.upload import upload
 
-_CHUNK_BYTES = 16 * 2**20  # of float32 in flight
+Progress = Callable[[int, int], None]  # (bytes loaded, bytes in all)
+
+_UPLOAD_THREADS = 8  # more than one card's link can take from memory
 _SHOWN = 8  # names in an error message
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
@@ -23,16 +30,36 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb
 _OUTPUT_LAYER = ("lm_head.weight", "output.weight")  # a copy of the embedding when tied
 
 
-def load(model: Decoder, slots: list[Slot], checkpoint: Checkpoint) -> None:
-    """Set every parameter of `model`.
+def load(
+    model: Decoder, slots: list[Slot], checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
+    """Set every parameter of `model`, wherever they are; `progress` hears of every piece.
 
     Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
     """
     by_name = {slot.gguf if checkpoint.gguf else slot.hf: slot for slot in slots}
     _check(by_name, checkpoint, tied=model.head is None)
     parameters = dict(model.named_parameters())
-    for name, slot in by_name.items():
-        fill(parameters[slot.parameter], slot, name, checkpoint)
+    todo = [
+        piece
+        for name, slot in by_name.items()
+        for piece in pieces(slot, name, gguf=checkpoint.gguf)
+    ]
+    done_bytes, total_bytes = 0, sum(p.numel() * p.element_size() for p in parameters.values())
+
+    def advance(size_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += size_bytes
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+
+    if parameters[todo[0].parameter].device.type != "cpu":
+        upload(parameters, todo, checkpoint, min(_UPLOAD_THREADS, cores()), advance)
+        return
+    for piece in todo:
+        target = piece.target(parameters)
+        target.copy_(piece.read(checkpoint))
+        advance(target.numel() * target.element_size())
 
 
 def _check(by_name: dict[str, Slot], checkpoint: Checkpoint, *, tied: bool) -> None:
@@ -57,33 +84,14 @@ def _check(by_name: dict[str, Slot], checkpoint: Checkpoint, *, tied: bool) -> N
         raise ModelError("the checkpoint does not fit its config: " + "; ".join(problems[:_SHOWN]))
 
 
-def fill(parameter: Tensor, slot: Slot, name: str, checkpoint: Checkpoint) -> None:
-    """Copy one checkpoint tensor into its rows of `parameter`."""
-    target = parameter[slot.start : slot.start + slot.shape[0]]
-    rows = slot.shape[0]
-    if slot.interleaved_heads and checkpoint.gguf:
-        target.copy_(halves(checkpoint.read(name, 0, rows), slot.interleaved_heads))
-        return
-    columns = max(1, target.numel() // rows)
-    step = rows if target.ndim == 1 else max(1, _CHUNK_BYTES // (4 * columns))
-    for start in range(0, rows, step):
-        stop = min(rows, start + step)
-        target[start:stop].copy_(checkpoint.read(name, start, stop))
-
-
-def halves(stored: Tensor, heads: int) -> Tensor:
-    """Rows of each head from interleaved rotary pairs (a0 b0 a1 b1 ...) to (a0 a1 ... b0 b1 ...).
-
-    stored [heads * d, ...] -> the same shape.
-    """
-    pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])
-    return pairs.transpose(1, 2).reshape(stored.shape)
-
-
 def fill_dummy(model: Decoder, slots: list[Slot]) -> None:
-    """Random weights (normal, std 0.02; norms are 1), the same on every run."""
-    generator = torch.Generator().manual_seed(_DUMMY_SEED)
+    """Random weights (normal, std 0.02; norms are 1), drawn where the parameters are.
+
+    The same on every run on one kind of device.
+    """
     parameters = dict(model.named_parameters())
+    device = parameters[slots[0].parameter].device
+    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for slot in slots:
         target = parameters[slot.parameter][slot.start : slot.start + slot.shape[0]]
         if slot.dummy == "ones":

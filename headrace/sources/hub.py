@@ -68,8 +68,11 @@ def _whole(repo: str, folder: Path) -> bool:
 
 
 def missing_file(folder: Path, *, weights: bool = True) -> str | None:
-    """The first file without which `folder` is no model: config, tokenizer, every weight shard."""
-    for name in ("config.json", "tokenizer.json"):
+    """The first file without which `folder` is no model: config, tokenizer, every weight shard.
+
+    `weights`: False for random ones: the config alone makes a model that takes and gives ids.
+    """
+    for name in ("config.json", "tokenizer.json") if weights else ("config.json",):
         if not (folder / name).exists():
             return name
     if not weights:

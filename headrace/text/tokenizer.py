@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from headrace.errors import ModelError
+from headrace.errors import InvalidRequest, ModelError
 from headrace.sources.card import ModelCard, read_card
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import read_header
@@ -61,6 +61,9 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id that stands for text; the model may have more rows."""
         return len(self._tokens)
+
+    def need_text(self, param: str) -> None:
+        """Raise InvalidRequest if this tokenizer has no text, which the field `param` needs."""
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
@@ -170,6 +173,35 @@ class Tokenizer:
         self.table = [_piece_bytes(t or "", fallback) for t in self._tokens]
 
 
+class NoTokenizer(Tokenizer):
+    """Where a model folder has none: prompts are ids, answers are ids without text.
+
+    Whatever needs text raises InvalidRequest.
+    """
+
+    def __init__(self, card: ModelCard) -> None:
+        empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+        empty.decoder = tokenizers.decoders.ByteLevel()  # a byte table without entries
+        super().__init__(empty, card)
+
+    def need_text(self, param: str) -> None:
+        raise InvalidRequest(
+            f"{param} needs text, and this model's folder has no tokenizer.json: give token ids",
+            param=param,
+        )
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special: bool = True, parse_special: bool = True
+    ) -> list[list[int]]:
+        if texts:
+            self.need_text("prompt")
+        return []
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        self.need_text("tokens")
+        raise AssertionError("need_text raises")
+
+
 def _text_or_none(raw: bytes) -> str | None:
     try:
         return raw.decode()
@@ -195,9 +227,17 @@ def _piece_bytes(token: str, fallback: bool) -> bytes:
     return token.replace(_SPACE, " ").encode()
 
 
-def load_tokenizer(files: ModelFiles, card: ModelCard | None = None) -> Tokenizer:
-    """The tokenizer of a resolved model. Raises ModelError if there is none or it is broken."""
+def load_tokenizer(
+    files: ModelFiles, card: ModelCard | None = None, *, optional: bool = False
+) -> Tokenizer:
+    """The tokenizer of a resolved model.
+
+    `optional`: a folder without one gets `NoTokenizer`. Raises ModelError if there is none or it
+    is broken.
+    """
     card = card or read_card(files)
+    if optional and files.kind == "hf" and not (files.path / "tokenizer.json").exists():
+        return NoTokenizer(card)
     if files.kind == "fake":
         return Tokenizer(fake_tokenizer.build(), card)
     if files.kind == "gguf":

@@ -8,6 +8,7 @@ forks must not change them. To run the suite on another runner, add it to `runne
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from headrace.engine.protocol import Runner, Ticket
@@ -332,6 +333,23 @@ def a_free_row_may_leave(make: MakeRunner) -> None:
     assert got == generate(make)
 
 
+def counts_only_rise(make: MakeRunner) -> None:
+    """Asked between steps and while one is in flight; no count falls, no name goes."""
+    steps = Steps(make())
+    steps.join(0, [0, 1, 2, 3, 4, 5])
+    steps.forward(0, PROMPT)
+    seen = [dict(steps.runner.counters())]
+    for _ in range(4):
+        ticket = steps.launch()
+        seen.append(dict(steps.runner.counters()))
+        ticket.result()
+        seen.append(dict(steps.runner.counters()))
+        steps.forward(0, None)
+    steps.runner.close()
+    for before, after in itertools.pairwise(seen):
+        assert all(0 <= count <= after[name] for name, count in before.items())
+
+
 CONTRACT: list[Callable[[MakeRunner], None]] = [
     offers_what_was_asked,
     chunks_change_nothing,
@@ -345,4 +363,5 @@ CONTRACT: list[Callable[[MakeRunner], None]] = [
     two_steps_may_be_in_flight,
     every_row_and_block_works,
     a_free_row_may_leave,
+    counts_only_rise,
 ]

@@ -284,7 +284,7 @@ def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="no_such"):
         LLM(backend="fake", no_such=1)
     with pytest.raises(ConfigError, match="max_num_seqs"):
-        LLM(backend="fake", max_num_seqs=0)
+        LLM(backend="fake", max_num_seqs=-1)
 
 
 def test_closed(llm: LLM) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,16 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
+from headrace.backends.choose import settled
 from headrace.config import Settings
 from headrace.errors import ModelError
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
-from headrace.runner import weights
+from headrace.runner import build, pieces
 from headrace.runner.build import load_model, load_runner
 from headrace.runner.checkpoint import GgufFile, dtypes_of, open_checkpoint
-from headrace.runner.weights import halves
+from headrace.runner.pieces import halves
+from headrace.runner.upload import upload
 from headrace.sources.files import ModelFiles
 
 CONFIG: dict[str, Any] = {
@@ -76,13 +80,108 @@ def test_single_file_and_shards_give_the_same_parameters(tmp_path: Path) -> None
 
 
 def test_rows_arrive_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 4 * 32 * 7)  # seven rows of 32
+    monkeypatch.setattr(pieces, "_CHUNK_BYTES", 4 * 32 * 7)  # seven rows of 32
     files, tensors = hf_folder(tmp_path, dtype="bfloat16")
     save_file({n: t.bfloat16() for n, t in tensors.items()}, tmp_path / "model.safetensors")
     model = load(files, torch.float16)
     wanted = tensors["model.embed_tokens.weight"].bfloat16().half()
     assert torch.equal(model.embed.weight, wanted)
     assert dtypes_of(open_checkpoint(files)) == {"bfloat16"}
+
+
+class Counting:
+    """A checkpoint that says who read what; reading `broken` fails."""
+
+    gguf = True
+
+    def __init__(self, inner: Any, broken: str = "") -> None:
+        self.inner, self.tensors, self.broken = inner, inner.tensors, broken
+        self.threads: set[int] = set()
+        self.reads = 0
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.threads.add(threading.get_ident())
+        self.reads += 1
+        time.sleep(1e-3)  # as a disk: another thread's turn
+        if name == self.broken:
+            raise ModelError(f"{name} is broken")
+        rows: torch.Tensor = self.inner.read(name, start, stop)
+        return rows
+
+
+class Stored(dict[str, torch.Tensor]):
+    """Tensors under their GGUF names, as a checkpoint."""
+
+    gguf = True
+
+    @property
+    def tensors(self) -> Any:
+        return self
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self[name][start:stop]
+
+
+def gguf_tensors(spec: ModelSpec) -> Stored:
+    draw = torch.Generator().manual_seed(0)
+    slots = module_of(spec.architecture).slots(spec)
+    return Stored({slot.gguf: torch.randn(slot.shape, generator=draw) for slot in slots})
+
+
+ON_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="upload: no CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CARD)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_upload_by_threads_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
+) -> None:
+    files, _ = hf_folder(tmp_path)
+    spec = read_spec(files)
+    stored = gguf_tensors(spec)
+    whole = load_model(spec, stored, dtype)
+    monkeypatch.setattr(pieces, "_CHUNK_BYTES", 4 * 32 * 9)  # a head has 8 rows of 32
+    slots = module_of(spec.architecture).slots(spec)
+    todo = [piece for slot in slots for piece in pieces.pieces(slot, slot.gguf, gguf=True)]
+    assert {piece.heads for piece in todo} == {0, 1}
+    with torch.device(device):
+        filled = module_of(spec.architecture).build(spec, dtype)
+    parameters = dict(filled.named_parameters())
+    for parameter in parameters.values():
+        parameter.fill_(torch.nan)
+    checkpoint, told = Counting(stored), list[int]()
+    upload(parameters, todo, checkpoint, 3, told.append)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameters[name].cpu(), parameter), name
+    assert len(checkpoint.threads) == 3
+    assert checkpoint.reads == len(todo) == len(told)
+    assert sum(told) == sum(p.numel() * p.element_size() for p in parameters.values())
+
+
+def test_an_upload_ends_at_the_first_error(tmp_path: Path) -> None:
+    files, _ = hf_folder(tmp_path, num_hidden_layers=30)
+    spec = read_spec(files)
+    slots = module_of(spec.architecture).slots(spec)
+    todo = [piece for slot in slots for piece in pieces.pieces(slot, slot.gguf, gguf=True)]
+    checkpoint = Counting(gguf_tensors(spec), broken="blk.0.ffn_up.weight")
+    parameters = dict(module_of(spec.architecture).build(spec, torch.float32).named_parameters())
+    with pytest.raises(ModelError, match="is broken"):
+        upload(parameters, todo, checkpoint, 3)
+    assert checkpoint.reads < len(todo) / 2
+
+
+def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, tensors = hf_folder(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(build, "PROGRESS_S", 0.0)
+    said: list[str] = []
+    spec = read_spec(files)
+    load_model(
+        spec, open_checkpoint(files), torch.float32, report=lambda line, _: said.append(line)
+    )
+    assert len(said) == len(tensors)
+    size = sum(tensor.numel() * 4 for tensor in tensors.values()) / 2**20
+    assert said[-1] == f"loaded {size:.1f} MiB of {size:.1f} MiB of weights"
 
 
 def test_tied_models_ignore_a_stored_output_layer(tmp_path: Path) -> None:
@@ -228,7 +327,7 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path, architecture: str) -> 
     assert torch.equal(once["norm.weight"], torch.ones(32))
     assert 0.01 < float(once["blocks.0.qkv.weight"].std()) < 0.03
     assert ("blocks.0.qkv.bias" in once) == (architecture == "Qwen2ForCausalLM")
-    settings = Settings(load_format="dummy", kv_blocks=4)
+    settings = settled(Settings(backend="cpu", load_format="dummy", kv_blocks=4))
     runner, info = load_runner(settings, files, lambda phase, seconds: None)
     assert info.capacity.max_model_len == 64
     runner.close()

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.backends.choose import settled
 from headrace.config import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,8 +29,8 @@ class Server:
     """`with Server(fake_step_ms=2.0) as server:`; keywords are `Settings`."""
 
     def __init__(self, *, workers: int = 1, **settings: Any) -> None:
-        self.settings = msgspec.structs.replace(
-            Settings(model="fake", served_model_name="fake", backend="fake"), **settings
+        self.settings = settled(
+            Settings(model="fake", served_model_name="fake", backend="fake", **settings)
         )
         self._workers = workers
         self.apis: list[subprocess.Popen[bytes]] = []

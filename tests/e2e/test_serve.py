@@ -179,7 +179,7 @@ def test_stops_clean_when_nobody_reads_what_it_says(signals: int) -> None:
     [
         (("--backend", "fake", "--kv-blocks", "8", "--kv-memory", "1GiB"), "exclude each other"),
         (("/no/such/model.gguf",), "/no/such/model.gguf"),
-        (("--backend", "cuda"), "no CUDA backend"),
+        (("--backend", "cuda"), "backend = 'cuda': "),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "8"), "below max_num_seqs"),
     ],
 )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Settings
 from headrace.engine.loop import Engine
-from headrace.engine.protocol import Capacity
+from headrace.engine.protocol import Capacity, Runner
 from headrace.kv.cache import KVCache
 from headrace.messages import Sampling, Submit
 from headrace.models.layers import Decoder
 from headrace.runner.runner import TorchRunner
+from headrace.sources.files import ModelFiles
+from tests.devices import load
 
 BLOCK = 16
 CROWD = 16
@@ -21,6 +23,7 @@ MAX_TURNS = 100_000
 WHOLE = 4096
 GREEDY = Sampling(temperature=0.0)
 URGENT = 10**6  # handles from here on are not looked at
+Make = Callable[[dict[str, Any]], Runner]  # from the settings that a case needs
 
 
 class Case(NamedTuple):
@@ -74,11 +77,9 @@ class Outcome(NamedTuple):
     preemptions: int
 
 
-def run(
-    model: Decoder, case: Case, prompts: Sequence[list[int]], n_tokens: int, threads: int
-) -> Outcome:
+def run(make: Make, case: Case, prompts: Sequence[list[int]], n_tokens: int) -> Outcome:
     """Greedy tokens of every prompt under one case, on a fresh engine."""
-    engine = _engine(model, case, prompts, n_tokens, threads)
+    engine = _engine(make, case, prompts, n_tokens)
     try:
         if case.cache == "warm":
             _generate(engine, case, prompts, n_tokens)
@@ -91,35 +92,54 @@ def run(
         engine.close()
 
 
-def _engine(
-    model: Decoder, case: Case, prompts: Sequence[list[int]], n_tokens: int, threads: int
-) -> Engine:
+def on_processor(model: Decoder, threads: int) -> Make:
+    """Runners that share one loaded model."""
+
+    def make(sizes: dict[str, Any]) -> Runner:
+        spec, rows, blocks = model.spec, sizes["max_num_seqs"], sizes["kv_blocks"]
+        store = KvStore(
+            layers=spec.layers,
+            blocks=blocks,
+            kv_heads=spec.kv_heads,
+            block_size=BLOCK,
+            head_dim=spec.head_dim,
+            dtype=model.dtype,
+        )
+        capacity = Capacity([blocks], BLOCK, rows, spec.max_positions, spec.vocab_size)
+        return TorchRunner(model, store, capacity, threads)
+
+    return make
+
+
+def on_device(backend: str, files: ModelFiles) -> Make:
+    """Runners that load the model anew: their graphs are captured for one case's sizes."""
+
+    def make(sizes: dict[str, Any]) -> Runner:
+        runner: Runner = load(backend, files, dtype="float32", **sizes)
+        return runner
+
+    return make
+
+
+def _engine(make: Make, case: Case, prompts: Sequence[list[int]], n_tokens: int) -> Engine:
     rows = CROWD + 1 if case.crowd == "crowd" else 1
     needs = [-(-(len(prompt) + n_tokens) // BLOCK) for prompt in prompts]
     tight = case.pressure == "preempted" and case.crowd == "crowd"
     blocks = max(needs) + 2 if tight else sum(needs) + 4
+    sizes: dict[str, Any] = {
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": rows - 1 + case.chunk,
+        "block_size": BLOCK,
+        "kv_blocks": blocks,
+    }
     settings = Settings(
-        max_num_seqs=rows,
-        max_num_batched_tokens=rows - 1 + case.chunk,
-        block_size=BLOCK,
-        kv_blocks=blocks,
         prefix_caching=case.cache != "off",
         scheduling_policy="priority",
         max_queue=10_000,
+        **sizes,
     )
-    spec = model.spec
-    store = KvStore(
-        layers=spec.layers,
-        blocks=blocks,
-        kv_heads=spec.kv_heads,
-        block_size=BLOCK,
-        head_dim=spec.head_dim,
-        dtype=model.dtype,
-    )
-    capacity = Capacity([blocks], BLOCK, rows, spec.max_positions, spec.vocab_size)
-    runner = TorchRunner(model, store, capacity, threads)
     kv = KVCache(blocks, BLOCK, prefix_caching=settings.prefix_caching)
-    return Engine(settings, kv, runner, overlap=case.loop == "overlap")
+    return Engine(settings, kv, make(sizes), overlap=case.loop == "overlap")
 
 
 def _generate(

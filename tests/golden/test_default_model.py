@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from headrace.bench.naive_model import hf_model
-from headrace.config import Settings
 from headrace.messages import Join, Output, Sampling
-from headrace.runner.build import load_runner
-from headrace.runner.runner import TorchRunner
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import load_tokenizer
+from tests.devices import BACKENDS, WITHOUT_CUDA, load
 from tests.golden.reference import agree, greedy
 from tests.golden.stepping import GREEDY, Job, generate, plan, run
+from tests.golden.test_tiny import a_crowd_changes_nothing
 
 pytestmark = pytest.mark.model
 
@@ -28,20 +27,19 @@ TEXTS = (
     "1, 2, 3, 5, 8, 13, 21,",
     "Once upon a time, in a valley between two rivers, there lived a miller. " * 9,
 )
-Trio = tuple[Any, TorchRunner, list[list[int]]]
+Trio = tuple[Any, Any, list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def trio(default_model: ModelFiles) -> Iterator[Trio]:
+def trio(default_model: ModelFiles, backend: str) -> Iterator[Trio]:
     """The oracle, our runner, and the prompts."""
-    settings = Settings(dtype="float32", kv_blocks=300, max_num_seqs=32)
-    runner, info = load_runner(settings, default_model, lambda phase, seconds: None)
-    assert info.spec.tied
+    runner = load(backend, default_model, dtype="float32", kv_blocks=300, max_num_seqs=32)
     tokenizer = load_tokenizer(default_model)
     yield hf_model(default_model, torch.float32), runner, tokenizer.encode_batch(TEXTS)
     runner.close()
 
 
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True, scope="session")
 @torch.inference_mode()
 def test_prefill_logits_are_close(trio: Trio) -> None:
     model, runner, prompts = trio
@@ -82,3 +80,29 @@ def test_greedy_tokens_alone_in_chunks_and_among_others(trio: Trio) -> None:
     chunks = (7, 16, 64, 1 << 30, 64)
     jobs = [Job(p, N_TOKENS, chunk, arrives=2) for p, chunk in zip(prompts, chunks, strict=True)]
     check(generate(runner, [*others, *jobs])[len(others) :])
+
+
+def test_a_seeded_request_is_the_same_among_63_others(
+    default_model: ModelFiles, backend: str
+) -> None:
+    a_crowd_changes_nothing(backend, default_model, longest=60, vocab=1000)
+
+
+@pytest.mark.skipif(bool(WITHOUT_CUDA), reason=f"greedy tokens on cuda: {WITHOUT_CUDA}")
+def test_greedy_tokens_on_cuda_are_the_processors(default_model: ModelFiles) -> None:
+    """64 steps in float32, alone and all prompts together."""
+    prompts = load_tokenizer(default_model).encode_batch(TEXTS)
+    found = []
+    for backend in BACKENDS:
+        runner = load(backend, default_model, dtype="float32", kv_blocks=300, max_num_seqs=8)
+        alone = [generate(runner, [Job(prompt, 64)])[0] for prompt in prompts]
+        together = generate(runner, [Job(prompt, 64, chunk=64) for prompt in prompts])
+        runner.close()
+        found += [alone, together]
+    model = hf_model(default_model, torch.float32)
+    for prompt, *ways in zip(prompts, *found, strict=True):
+        for tokens in ways[1:]:
+            at = next((i for i in range(64) if tokens[i] != ways[0][i]), None)
+            if at is not None:
+                (near,) = greedy(model, prompt + tokens[:at], 1).near_tie
+                assert near, f"token {at}: {tokens[at]} for {ways[0][at]}, and it is no near-tie"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace.errors import ModelError
+from headrace.errors import InvalidRequest, ModelError
 from headrace.text import fake_tokenizer
 
 CONFIG = {
@@ -20,16 +20,33 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_random_weights_need_no_weight_files(tmp_path: Path) -> None:
+def test_random_weights_need_no_weight_files(tmp_path: Path, backend: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     fake_tokenizer.build().save(str(tmp_path / "tokenizer.json"))
     params = headrace.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     said = []
     for _ in range(2):
-        with headrace.LLM(str(tmp_path), load_format="dummy", kv_blocks=16) as llm:
+        with headrace.LLM(str(tmp_path), backend=backend, load_format="dummy", kv_blocks=16) as llm:
             (answer,) = llm.generate("hello", params)
             said.append(answer.token_ids)
     assert len(said[0]) == 8
     assert said[0] == said[1], "the random weights are the same on every start"
     with pytest.raises(ModelError, match=r"model\.safetensors"):
+        headrace.LLM(str(tmp_path))
+
+
+def test_a_config_alone_takes_and_gives_ids(
+    tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    params = headrace.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with headrace.LLM(str(tmp_path), backend=backend, load_format="dummy", kv_blocks=16) as llm:
+        assert "no tokenizer.json" in capsys.readouterr().err
+        (answer,) = llm.generate([5, 6, 7], params)
+        assert (len(answer.token_ids), answer.text) == (8, "")
+        for prompt, stop in (("hello", []), ([5, 6], ["x"])):
+            with pytest.raises(InvalidRequest, match=r"no tokenizer\.json") as caught:
+                llm.generate(prompt, headrace.SamplingParams(max_tokens=8, stop=stop))
+            assert caught.value.param == ("stop" if stop else "prompt")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         headrace.LLM(str(tmp_path))

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from headrace.bench.naive_model import hf_model
-from headrace.config import Settings
 from headrace.models.registry import module_of
 from headrace.models.spec import read_spec
-from headrace.runner.build import load_runner
 from headrace.sources.files import ModelFiles
+from tests.devices import load
 from tests.golden.reference import agree, greedy, tiny_model
 from tests.golden.stepping import Job, generate
 
-SETTINGS = Settings(dtype="float32", kv_blocks=60, block_size=8, threads=1)
+SETTINGS = {"dtype": "float32", "kv_blocks": 60, "block_size": 8, "threads": 1}
 
 
 def interleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -97,14 +96,16 @@ def write_gguf(path: Path, architecture: str, model: Any, hf_files: ModelFiles) 
         ("qwen2-tied", "qwen2"),
     ],
 )
-def test_gguf_equals_transformers(tmp_path: Path, name: str, architecture: str) -> None:
+def test_gguf_equals_transformers(
+    tmp_path: Path, name: str, architecture: str, backend: str
+) -> None:
     model, files = tiny_model(name, tmp_path)
     path = tmp_path / "model.gguf"
     write_gguf(path, architecture, model, files)
     gguf_files = ModelFiles(name, "gguf", path)
     spec = read_spec(gguf_files)
     assert spec.rope.kind == ("factors" if "llama3" in name else read_spec(files).rope.kind)
-    runner, _ = load_runner(SETTINGS, gguf_files, lambda phase, seconds: None)
+    runner = load(backend, gguf_files, **SETTINGS)
     draw = torch.Generator().manual_seed(1)
     for length in (5, 64, 150):  # llama3: half, all and twice the original 64 positions
         prompt = torch.randint(0, 131, (length,), generator=draw).tolist()

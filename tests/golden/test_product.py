@@ -7,6 +7,7 @@ The full product on tiny random models; on the default model pairwise in `make t
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 from headrace.bench.naive_model import hf_model
-from headrace.models.layers import Decoder
 from headrace.models.spec import read_spec
 from headrace.runner.build import load_model
 from headrace.runner.checkpoint import open_checkpoint
@@ -22,7 +22,17 @@ from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import load_tokenizer
-from tests.golden.product import BLOCK, Case, all_cases, pairwise, run
+from tests.devices import BACKENDS
+from tests.golden.product import (
+    BLOCK,
+    Case,
+    Make,
+    all_cases,
+    on_device,
+    on_processor,
+    pairwise,
+    run,
+)
 from tests.golden.reference import Greedy, agree, greedy, tiny_model
 
 TINY = ("llama-gqa", "llama-mha", "llama-mqa-tied", "qwen2")
@@ -54,21 +64,36 @@ CHATS = (
 )
 
 
-def load(files: ModelFiles) -> Decoder:
-    return load_model(read_spec(files), open_checkpoint(files), torch.float32)
+def on(cases: Sequence[Case], cuda: Sequence[Case] | None = None) -> list[Any]:
+    """(backend, case): `cases` on the processor; `cuda`, or the same, where there is a device."""
+    by_backend = {"cpu": cases, "cuda": cases if cuda is None else cuda}
+    return [
+        pytest.param(backend, case, id=f"{backend}-{case}")
+        for backend in BACKENDS
+        for case in by_backend[backend]
+    ]
+
+
+def rest() -> list[Case]:
+    """What `pairwise` leaves out."""
+    return [case for case in all_cases() if case not in pairwise()]
 
 
 class Golden:
     """A model, prompts, and the reference's tokens for them."""
 
     def __init__(self, reference: Any, files: ModelFiles, prompts: list[list[int]], n: int) -> None:
-        self.model, self.prompts, self.n_tokens = load(files), prompts, n
+        self.files, self.prompts, self.n_tokens = files, prompts, n
+        self.model = load_model(read_spec(files), open_checkpoint(files), torch.float32)
         self.expected: list[Greedy] = [greedy(reference, prompt, n) for prompt in prompts]
 
-    def check(self, case: Case, threads: int, alone: int) -> None:
+    def check(self, backend: str, case: Case, threads: int, alone: int) -> None:
         """`alone`: how many prompts to run where each runs by itself."""
+        make: Make = on_device(backend, self.files)
+        if backend == "cpu":
+            make = on_processor(self.model, threads)
         prompts = self.prompts if case.crowd == "crowd" else self.prompts[:alone]
-        outcome = run(self.model, case, prompts, self.n_tokens, threads)
+        outcome = run(make, case, prompts, self.n_tokens)
         exempt = 0
         for tokens, expected in zip(outcome.tokens, self.expected, strict=False):
             exempt += self.n_tokens - agree(tokens, expected)
@@ -90,9 +115,15 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Golden(reference, files, prompts, TINY_TOKENS)
 
 
-@pytest.mark.parametrize("case", all_cases(), ids=str)
-def test_tiny_models(tiny: Golden, case: Case) -> None:
-    tiny.check(case, threads=1, alone=5)
+@pytest.mark.parametrize(("backend", "case"), on(all_cases(), pairwise()))
+def test_tiny_models(tiny: Golden, backend: str, case: Case) -> None:
+    tiny.check(backend, case, threads=1, alone=5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "case"), on([], rest()))
+def test_tiny_models_full(tiny: Golden, backend: str, case: Case) -> None:
+    tiny.check(backend, case, threads=1, alone=5)
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +138,13 @@ def default(default_model: ModelFiles) -> Golden:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("case", pairwise(), ids=str)
-def test_default_model(default: Golden, case: Case) -> None:
-    default.check(case, threads=torch.get_num_threads(), alone=4)
+@pytest.mark.parametrize(("backend", "case"), on(pairwise()))
+def test_default_model(default: Golden, backend: str, case: Case) -> None:
+    default.check(backend, case, threads=torch.get_num_threads(), alone=4)
 
 
 @pytest.mark.model
 @pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in all_cases() if c not in pairwise()], ids=str)
-def test_default_model_full(default: Golden, case: Case) -> None:
-    default.check(case, threads=torch.get_num_threads(), alone=6)
+@pytest.mark.parametrize(("backend", "case"), on(rest()))
+def test_default_model_full(default: Golden, backend: str, case: Case) -> None:
+    default.check(backend, case, threads=torch.get_num_threads(), alone=6)

@@ -8,22 +8,23 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from headrace.backends.cpu.kv_store import KvStore
-from headrace.config import Settings
+from headrace.engine.protocol import Runner
 from headrace.errors import EngineError
 from headrace.messages import Grow, Join, Output, Sampling, StepPlan
-from headrace.runner.build import load_runner
-from headrace.runner.runner import TorchRunner
 from headrace.sources.files import ModelFiles
+from tests.devices import kv_tensors, load
 from tests.golden.reference import tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan, run
 
 BLOCK = 8
-SETTINGS = Settings(dtype="float32", kv_blocks=128, max_num_seqs=24, block_size=BLOCK, threads=1)
+SETTINGS = {
+    "dtype": "float32", "kv_blocks": 128, "max_num_seqs": 24, "block_size": BLOCK, "threads": 1,
+}  # fmt: skip
 KNOWN_IDS = 97  # the tokenizer's, of 131 rows
 
 
@@ -40,29 +41,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runner(folder: Path) -> Iterator[TorchRunner]:
-    runner = load(folder)
+def files(folder: Path) -> ModelFiles:
+    return ModelFiles("steps", "hf", folder)
+
+
+@pytest.fixture
+def runner(backend: str, files: ModelFiles) -> Iterator[Any]:
+    runner = load(backend, files, **SETTINGS)
     yield runner
     runner.close()
 
 
-def load(folder: Path, settings: Settings = SETTINGS) -> TorchRunner:
-    return load_runner(settings, ModelFiles("steps", "hf", folder), lambda phase, seconds: None)[0]
-
-
 @pytest.fixture
-def twin(runner: TorchRunner) -> Iterator[TorchRunner]:
+def twin(backend: str, files: ModelFiles) -> Iterator[Runner]:
     """A second runner over the same weights, with its own cache."""
-    store = runner._store
-    fresh = KvStore(
-        layers=len(store.k),
-        blocks=store.blocks,
-        kv_heads=store.kv_heads,
-        block_size=store.block_size,
-        head_dim=store.head_dim,
-        dtype=store.k[0].dtype,
-    )
-    twin = TorchRunner(runner._model, fresh, runner.capacity, threads=1)
+    twin: Runner = load(backend, files, **SETTINGS)
     yield twin
     twin.close()
 
@@ -103,7 +96,7 @@ def decode(rows: list[int], starts: list[int], step: int = 1) -> StepPlan:
     )
 
 
-def test_n_draws_from_one_forward_row(runner: TorchRunner) -> None:
+def test_n_draws_from_one_forward_row(runner: Runner) -> None:
     sampling = Sampling(temperature=1.5, seed=9)
     prompt = ids(21)
     joins = [Join(row, sampling, row, [[0, 1, 2]]) for row in range(5)]
@@ -135,21 +128,18 @@ def _fields(step: StepPlan) -> dict[str, object]:
     return {name: getattr(step, name) for name in StepPlan.__struct_fields__ if name != "step"}
 
 
-def test_a_fully_cached_prompt_writes_nothing(runner: TorchRunner) -> None:
+def test_a_fully_cached_prompt_writes_nothing(runner: Runner) -> None:
     prompt = ids(2 * BLOCK)
     expected = run(runner, prefill(0, prompt, [5, 6])).tokens
-    store = runner._store
-    before = [tensor.clone() for tensor in (*store.k, *store.v)]
+    before = [tensor.clone() for tensor in kv_tensors(runner)]
     again = prefill(1, prompt, [5, 6], start=len(prompt) - 1, step=1)
     result = run(runner, plan(1, **_fields(again) | {"unwritten": [0]}))
     assert result.tokens == expected
-    for old, new in zip(before, (*store.k, *store.v), strict=True):
+    for old, new in zip(before, kv_tensors(runner), strict=True):
         assert torch.equal(old, new)
 
 
-def test_unwritten_rows_do_not_stop_others_from_writing(
-    runner: TorchRunner, twin: TorchRunner
-) -> None:
+def test_unwritten_rows_do_not_stop_others_from_writing(runner: Runner, twin: Runner) -> None:
     shared, other = ids(2 * BLOCK), ids(13, seed=1)
     expected = run(runner, prefill(0, shared, [5, 6])).tokens
     (alone,) = generate(twin, [Job(other, 2)])
@@ -169,7 +159,7 @@ def test_unwritten_rows_do_not_stop_others_from_writing(
     assert run(runner, decode([2], [len(other)], step=2)).tokens == [alone[1]]
 
 
-def test_copy_on_write_of_a_shared_block(runner: TorchRunner, twin: TorchRunner) -> None:
+def test_copy_on_write_of_a_shared_block(runner: Runner, twin: Runner) -> None:
     prompt = ids(BLOCK + 3)
     (expected,) = generate(twin, [Job(prompt, 6)])
     first = run(runner, prefill(0, prompt, [1, 2])).tokens
@@ -194,10 +184,10 @@ def test_copy_on_write_of_a_shared_block(runner: TorchRunner, twin: TorchRunner)
     assert first + tokens == expected[:5]
 
 
-def test_not_finite_logits_fail_their_draw_alone(runner: TorchRunner, twin: TorchRunner) -> None:
+def test_not_finite_logits_fail_their_draw_alone(runner: Runner, twin: Runner) -> None:
     good, bad = ids(BLOCK + 2), ids(2 * BLOCK + 1, seed=2)
     (expected,) = generate(twin, [Job(good, 3)])
-    for tensor in (*runner._store.k, *runner._store.v):
+    for tensor in kv_tensors(runner):
         tensor[[20, 21, 22]] = torch.nan
     both = plan(
         0,
@@ -223,7 +213,7 @@ def test_not_finite_logits_fail_their_draw_alone(runner: TorchRunner, twin: Torc
     assert run(runner, decode([0], [len(good)], step=4)).tokens == [expected[1]]
 
 
-def test_ids_that_the_tokenizer_lacks_are_never_drawn(runner: TorchRunner) -> None:
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(runner: Runner) -> None:
     """bugs B041: the output layer has 131 rows, the tokenizer 97 ids."""
     assert runner.capacity.vocab_size == KNOWN_IDS
     jobs = [Job(ids(5), 25, sampling=Sampling(temperature=50.0, seed=s)) for s in range(20)]
@@ -232,7 +222,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn(runner: TorchRunner) -> No
     assert len(drawn) > KNOWN_IDS * 0.9, "at this temperature nearly every id comes up"
 
 
-def test_draws_depend_on_seed_choice_and_position_only(runner: TorchRunner) -> None:
+def test_draws_depend_on_seed_choice_and_position_only(runner: Runner) -> None:
     def jobs() -> list[Job]:
         return [
             Job(ids(3 + s, seed=s), 8, sampling=Sampling(1.3, 0, 0.9, 0.01, s)) for s in range(9)
@@ -247,7 +237,7 @@ def test_draws_depend_on_seed_choice_and_position_only(runner: TorchRunner) -> N
     assert generate(runner, late) == alone
 
 
-def test_a_resumed_sequence_continues_its_draws(runner: TorchRunner) -> None:
+def test_a_resumed_sequence_continues_its_draws(runner: Runner) -> None:
     """After preemption the engine prefills prompt and tokens again: the next draw is the same."""
     sampling = Sampling(temperature=1.0, seed=1234567890123456789)
     (whole,) = generate(runner, [Job(ids(10), 9, sampling=sampling)])
@@ -255,7 +245,7 @@ def test_a_resumed_sequence_continues_its_draws(runner: TorchRunner) -> None:
     assert whole[4:] == rest
 
 
-def test_two_steps_in_flight(runner: TorchRunner, twin: TorchRunner) -> None:
+def test_two_steps_in_flight(runner: Runner, twin: Runner) -> None:
     prompt = ids(11)
     (expected,) = generate(twin, [Job(prompt, 6)])
     tickets = [runner.launch(prefill(0, prompt, [1, 2, 3]))]
@@ -271,7 +261,8 @@ def test_two_steps_in_flight(runner: TorchRunner, twin: TorchRunner) -> None:
     assert last.step == 5
 
 
-def test_launch_does_not_wait_for_the_device(runner: TorchRunner) -> None:
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True, scope="session")
+def test_launch_does_not_wait_for_the_device(runner: Any) -> None:
     gate = threading.Event()
     held = runner.submit(gate.wait)
     ticket = runner.launch(prefill(0, ids(20), [1, 2, 3]))  # returns although the worker is busy
@@ -281,20 +272,20 @@ def test_launch_does_not_wait_for_the_device(runner: TorchRunner) -> None:
     assert len(ticket.result().tokens) == 1
 
 
-def test_an_output_that_is_not_offered_is_refused(runner: TorchRunner) -> None:
+def test_an_output_that_is_not_offered_is_refused(runner: Runner) -> None:
     step = prefill(0, ids(4), [1])
     with pytest.raises(EngineError, match="output kind 2"):
         runner.launch(plan(0, **_fields(step) | {"outputs": [Output.POOL], "draw_from": []}))
     assert len(run(runner, step).tokens) == 1, "the refused plan changed nothing"
 
 
-def test_a_broken_plan_raises_from_result(runner: TorchRunner) -> None:
+def test_a_broken_plan_raises_from_result(runner: Runner) -> None:
     with pytest.raises(AssertionError, match="which is free"):
         run(runner, decode([7], [3]))
     assert len(run(runner, prefill(0, ids(4), [1])).tokens) == 1
 
 
-def test_a_step_without_rows_applies_its_deltas(runner: TorchRunner) -> None:
+def test_a_step_without_rows_applies_its_deltas(runner: Runner) -> None:
     run(runner, plan(0, joins=[Join(2, GREEDY, 0, [[1]])]))
     with pytest.raises(AssertionError, match="joined twice"):
         run(runner, plan(1, joins=[Join(2, GREEDY, 0, [[1]])]))
@@ -304,10 +295,9 @@ def test_a_step_without_rows_applies_its_deltas(runner: TorchRunner) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_runs(folder: Path, dtype: str) -> None:
-    settings = Settings(dtype=dtype, kv_blocks=64, block_size=BLOCK, threads=1)  # type: ignore[arg-type]
-    runner = load(folder, settings)
+def test_low_precision_runs(files: ModelFiles, backend: str, dtype: str) -> None:
+    runner = load(backend, files, **SETTINGS | {"dtype": dtype})
     jobs = [Job(ids(n, seed=n), 6, chunk=5) for n in (3, 9, 30)]
     assert all(0 <= token < KNOWN_IDS for out in generate(runner, jobs) for token in out)
-    assert str(runner._store.k[0].dtype) == f"torch.{dtype}"
+    assert str(kv_tensors(runner)[0].dtype) == f"torch.{dtype}"
     runner.close()

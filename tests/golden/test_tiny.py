@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,24 +11,26 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config import Settings
-from headrace.messages import Join, StepPlan
-from headrace.runner.build import load_runner
-from headrace.runner.runner import TorchRunner
+from headrace.engine.protocol import Runner
+from headrace.messages import Join, Sampling, StepPlan
+from headrace.sources.files import ModelFiles
+from tests.devices import load
 from tests.golden.reference import TINY, agree, greedy, tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan
 
-SETTINGS = Settings(dtype="float32", kv_blocks=160, max_num_seqs=24, block_size=8, threads=1)
-Pair = tuple[Any, TorchRunner]
+SETTINGS = {
+    "dtype": "float32", "kv_blocks": 160, "max_num_seqs": 24, "block_size": 8, "threads": 1,
+}  # fmt: skip
+Pair = tuple[Any, Any]
 
 
 @pytest.fixture(scope="module", params=list(TINY))
 def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     model, files = tiny_model(request.param, folder)
-    runner, _ = load_runner(SETTINGS, files, lambda phase, seconds: None)
+    runner = load(backend, files, **SETTINGS)
     yield model, runner
     runner.close()
 
@@ -58,6 +61,37 @@ def test_tokens_do_not_depend_on_neighbours(pair: Pair) -> None:
     assert generate(runner, again, on_device=False, shuffle_seed=6) == alone
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])
+def test_a_seeded_request_is_the_same_among_63_others(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    _, files = tiny_model(name, tmp_path)
+    a_crowd_changes_nothing(backend, files, longest=20, vocab=131)
+
+
+def a_crowd_changes_nothing(backend: str, files: ModelFiles, longest: int, vocab: int) -> None:
+    """Sampled tokens of one request, alone and with 63 others that come, go and draw otherwise."""
+    rng = random.Random(21)
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64, "kv_blocks": 64 * 8}
+    runner: Runner = load(backend, files, **settings)
+
+    def job(seed: int, n_tokens: int, arrives: int, chunk: int) -> Job:
+        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, longest))]
+        sampling = Sampling(rng.choice([0.0, 0.7, 1.3]), 0, rng.choice([1.0, 0.9]), 0.0, seed)
+        return Job(prompt, n_tokens, chunk, sampling, arrives)
+
+    mine = Job([5, 9, 3, 7, 7, 1], 24, sampling=Sampling(0.9, 0, 0.95, 0.0, seed=12345))
+    (alone,) = generate(runner, [dataclasses.replace(mine, tokens=[], table=[])])
+    others = [
+        job(seed, rng.randint(2, 30), rng.randrange(12), rng.choice([3, 1 << 30]))
+        for seed in range(63)
+    ]
+    crowd = [*others[:31], dataclasses.replace(mine, arrives=3), *others[31:]]
+    assert generate(runner, crowd, shuffle_seed=4)[31] == alone
+    runner.close()
+
+
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True, scope="session")
 def test_logits_are_close(pair: Pair) -> None:
     model, runner = pair
     (prompt,) = prompts(1)

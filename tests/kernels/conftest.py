@@ -7,9 +7,12 @@ import os
 import pytest
 import torch
 
+from tests.kernels import interpreter
+
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    interpreter.repair()
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

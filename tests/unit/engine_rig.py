@@ -9,7 +9,7 @@ from typing import Any
 from headrace.backends.fake import FakeRunner, reference
 from headrace.config import Settings
 from headrace.engine.loop import Engine
-from headrace.engine.protocol import Runner
+from headrace.engine.protocol import Runner, StepCost
 from headrace.kv.cache import KVCache
 from headrace.messages import (
     Abort,
@@ -51,11 +51,15 @@ class Rig:
         prefix_caching: bool = True,
         eos: tuple[int, ...] = (),
         wrap: Callable[[FakeRunner], Runner] = lambda runner: runner,
+        cost: StepCost | None = None,
+        itl_target_s: float = 0.0,
         **settings: Any,
     ) -> None:
         self.clock = Clock()
         self.kv = KVCache(blocks, block_size, prefix_caching)
-        self.fake = FakeRunner(blocks, block_size, rows, max_model_len, verify=True, eos_ids=eos)
+        self.fake = FakeRunner(
+            blocks, block_size, rows, max_model_len, verify=True, eos_ids=eos, cost=cost
+        )
         self.plans: list[StepPlan] = []
         settings = {"max_num_seqs": rows, "max_num_batched_tokens": 64} | settings
         self.engine = Engine(
@@ -63,6 +67,7 @@ class Rig:
             self.kv,
             wrap(self.fake),
             overlap=overlap,
+            itl_target_s=itl_target_s,
             clock=self.clock,
             on_step=self._on_step,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -13,8 +14,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.engine.stats import EngineStats
 from headrace.observe.metrics import ApiMetrics, EngineMetrics, expose
 
+SHOWN = ("reason", "event")  # labels that name a series in `values`
 
-def stats(running: int, tokens: int, finished: dict[str, int], kv_used: int = 0) -> EngineStats:
+
+def stats(
+    running: int,
+    tokens: int,
+    finished: dict[str, int],
+    kv_used: int = 0,
+    runner: Mapping[str, int] = {},
+) -> EngineStats:
     return EngineStats(
         running=running,
         waiting=3,
@@ -28,12 +37,13 @@ def stats(running: int, tokens: int, finished: dict[str, int], kv_used: int = 0)
         generation_tokens=tokens,
         finished=finished,
         started=running + 3 + sum(finished.values()),
+        runner=runner,
     )
 
 
 def values(text: str) -> dict[str, float]:
     return {
-        sample.name + "".join(f" {v}" for k, v in sorted(sample.labels.items()) if k == "reason"):
+        sample.name + "".join(f" {v}" for k, v in sample.labels.items() if k in SHOWN):
             sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
@@ -55,6 +65,19 @@ def test_engine_metrics_in_one_process() -> None:
     assert found["headrace_requests_finished_total stop"] == 2
     assert found["headrace_requests_finished_total abort"] == 1
     assert found["headrace_requests_started_total"] == 7
+
+
+def test_what_the_runner_counts_by_event() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("m", 16, registry)
+    metrics.update(stats(1, 1, {}))
+    assert not [name for name in values(expose(registry).decode()) if "runner_events" in name]
+    metrics.update(stats(1, 1, {}, runner={"late_compiles": 0, "graph_steps": 3}))
+    metrics.update(stats(1, 1, {}, runner={"late_compiles": 0, "graph_steps": 3}))
+    metrics.update(stats(1, 1, {}, runner={"late_compiles": 0, "graph_steps": 7}))
+    found = values(expose(registry).decode())
+    assert found["headrace_runner_events_total graph_steps"] == 7
+    assert found["headrace_runner_events_total late_compiles"] == 0, "a 0 can be watched"
 
 
 def test_processes_are_added_up(tmp_path: Path) -> None:

@@ -98,6 +98,13 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ({"api_workers": "0"}, "api_workers"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens"),
         ({"fake_step_ms": 5.0}, "fake_step_ms"),
+        ({"itl_target_ms": "soon"}, "itl_target_ms"),
+        ({"itl_target_ms": -1}, "itl_target_ms"),
+        ({"itl_target_ms": float("nan")}, "itl_target_ms"),
+        ({"itl_target_ms": True}, "itl_target_ms"),
+        ({"api_workers": 1.5}, "api_workers"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
         ({"api_timeout_s": 0.0}, "api_timeout_s"),
         ({"engine_timeout_s": 0.0}, "engine_timeout_s"),
         ({"backend": "abacus"}, "backend"),
@@ -108,6 +115,19 @@ def test_values_that_cannot_be(flags: dict[str, Any], param: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(flags, {})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("itl-target-ms = 30\napi_workers = 2\n", ("30", "2")),
+        ("itl-target-ms = 2.5\napi_workers = 'auto'\n", ("2.5", "auto")),
+        ("itl-target-ms = 'auto'\napi_workers = '3'\n", ("auto", "3")),
+    ],
+)
+def test_a_number_or_auto(tmp_path: Path, text: str, values: tuple[str, str]) -> None:
+    settings, _ = load({}, {}, toml(tmp_path, text))
+    assert (settings.itl_target_ms, settings.api_workers) == values
 
 
 def test_what_would_be_ignored_is_refused() -> None:
@@ -138,6 +158,9 @@ def test_the_command_prints_every_setting_and_hides_the_key(
     assert "flag --backend" in lines["backend"]
     assert "the fake device runs beside the host" in lines["overlap"]
     assert "0 -> 8192" in lines["max_model_len"]
+    assert "0 -> 64" in lines["max_num_seqs"]
+    assert "0 -> 512" in lines["max_num_batched_tokens"]
+    assert "auto -> 0" in lines["itl_target_ms"]
 
 
 def test_the_command_says_what_it_cannot_know(

@@ -12,12 +12,16 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace.engine.protocol import StepCost
 from headrace.messages import Sampling
 from tests.unit.engine_rig import Rig
 
 OWNERS = 3
 EOS = 258
 SHARED = [(i * 5) % 256 for i in range(64)]  # prompts begin alike, so that they share blocks
+
+# A token takes a microsecond, and one at position 10 one more for its attention.
+COST = StepCost(floor_s=2e-6, token_s=1e-6, base_s=0, pair_s=1e-7, read_s=1e-8, tile=4)
 
 samplings = st.builds(
     Sampling,
@@ -43,6 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority", "priority", "static"]),
         max_queue=st.sampled_from([50, 50, 4, 0]),
         max_wait_s=st.sampled_from([0.0, 3.0, 1000.0]),
+        target_s=st.sampled_from([0.0, 8e-6, 20e-6]),
     )
     def start(
         self,
@@ -55,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         max_queue: int,
         max_wait_s: float,
+        target_s: float,
     ) -> None:
         self.rig = Rig(
             blocks,
@@ -68,6 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             max_queue=max_queue,
             max_wait_s=max_wait_s,
+            cost=COST if target_s else None,
+            itl_target_s=target_s,
         )
         self.gone: set[tuple[int, int]] = set()
         self.finished: dict[tuple[int, int, int], int] = {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
+from headrace.backends.choose import settled
 from headrace.backends.fake import FakeRunner, reference
 from headrace.backends.fake.runner import FakeTicket
 from headrace.config import Settings
@@ -266,6 +267,9 @@ class Faulty:
             raise RuntimeError(f"launch of {plan.step}")
         return FaultyTicket(self, plan, self.inner.launch(plan))
 
+    def counters(self) -> Mapping[str, int]:
+        return self.inner.counters()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -383,8 +387,8 @@ def test_counters_only_rise_and_the_books_balance(overlap: bool) -> None:  # B08
         stats = rig.engine.stats()
         for name in stats.__struct_fields__:
             old, new = getattr(before, name), getattr(stats, name)
-            if name == "finished":
-                assert all(new[reason] >= old[reason] for reason in old)
+            if name in ("finished", "runner"):
+                assert all(new[key] >= old[key] for key in old)
             elif name not in gauges:
                 assert new >= old, name
         before = stats
@@ -411,9 +415,25 @@ def test_times_of_a_request() -> None:
 
 
 @LOOPS
+def test_stats_carry_what_the_runner_counts(overlap: bool) -> None:
+    class Counting(FakeRunner):
+        def counters(self) -> Mapping[str, int]:
+            return {"steps": self._step}
+
+    fake = Counting(16, 4, 2, 64, eos_ids=())
+    engine = Engine(settled(Settings(backend="fake")), KVCache(16, 4), fake, overlap=overlap)
+    assert engine.stats().runner == {"steps": 0}
+    engine.submit(0, Submit(1, [1, 2, 3], 4, GREEDY))
+    while engine.has_work:
+        engine.turn()
+    assert engine.stats().runner == {"steps": engine.stats().steps} == {"steps": 4}
+    engine.close()
+
+
+@LOOPS
 def test_an_idle_engine_does_nothing(overlap: bool) -> None:
     fake = FakeRunner(4, 4, 2, 64)
-    engine = Engine(Settings(), KVCache(4, 4), fake, overlap=overlap)
+    engine = Engine(settled(Settings(backend="fake")), KVCache(4, 4), fake, overlap=overlap)
     assert not engine.has_work
     assert engine.turn() == {}
     assert engine.stats().steps == 0

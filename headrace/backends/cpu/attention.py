@@ -79,7 +79,7 @@ class StepAttention:
         counts: Sequence[int],
         unwritten: Sequence[int],
     ) -> None:
-        self._store, self._scratch = store, scratch
+        self.store, self._scratch = store, scratch
         firsts = [0]
         for count in counts:
             firsts.append(firsts[-1] + count)
@@ -108,9 +108,9 @@ class StepAttention:
         lengths = torch.tensor([starts[i] + 1 for i in group])
         positions = torch.arange(int(lengths.max())).expand(len(group), -1)
         padding = positions >= lengths[:, None]
-        lines = self._store.line_index(tables[group], positions.masked_fill(padding, 0))
-        lines.masked_fill_(padding[:, None], self._store.zero_line)
-        mask = torch.zeros(padding.shape, dtype=self._store.k[0].dtype)
+        lines = self.store.line_index(tables[group], positions.masked_fill(padding, 0))
+        lines.masked_fill_(padding[:, None], self.store.zero_line)
+        mask = torch.zeros(padding.shape, dtype=self.store.k[0].dtype)
         mask.masked_fill_(padding, -torch.inf)
         tokens = torch.tensor([firsts[i] for i in group])
         return _Singles(tokens, lines.reshape(-1), mask[:, None, None])
@@ -119,17 +119,17 @@ class StepAttention:
         if start == 0:
             return _Chunk(first, count, None, None)
         positions = torch.arange(start + count)[None]
-        lines = self._store.line_index(table, positions).reshape(-1)
+        lines = self.store.line_index(table, positions).reshape(-1)
         hidden = positions > torch.arange(start, start + count)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._store.k[0].dtype)
+        mask = torch.zeros(hidden.shape, dtype=self.store.k[0].dtype)
         return _Chunk(first, count, lines, mask.masked_fill_(hidden, -torch.inf))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]. Writes k and v first."""
         if self._written is None:
-            self._store.write(layer, self._write_index, k, v)
+            self.store.write(layer, self._write_index, k, v)
         elif self._written.numel():
-            self._store.write(layer, self._write_index, k[self._written], v[self._written])
+            self.store.write(layer, self._write_index, k[self._written], v[self._written])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._singles:
             self._attend_singles(layer, group, q, out)
@@ -138,8 +138,8 @@ class StepAttention:
         return out.view(q.shape[0], -1)
 
     def _attend_singles(self, layer: int, group: _Singles, q: Tensor, out: Tensor) -> None:
-        n, kv_heads, d = group.tokens.numel(), self._store.kv_heads, q.shape[-1]
-        k, v = self._scratch.gather(self._store, layer, group.lines)
+        n, kv_heads, d = group.tokens.numel(), self.store.kv_heads, q.shape[-1]
+        k, v = self._scratch.gather(self.store, layer, group.lines)
         # The query heads that share a KV head stand where queries of one head would.
         y = F.scaled_dot_product_attention(
             q[group.tokens].view(n, kv_heads, -1, d),
@@ -152,14 +152,14 @@ class StepAttention:
     def _attend_chunk(
         self, layer: int, chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> None:
-        kv_heads, d = self._store.kv_heads, q.shape[-1]
+        kv_heads, d = self.store.kv_heads, q.shape[-1]
         own = slice(chunk.first, chunk.first + chunk.count)
         if chunk.lines is None:
             keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
         else:
             keys, values = (
                 t.view(kv_heads, -1, d)
-                for t in self._scratch.gather(self._store, layer, chunk.lines)
+                for t in self._scratch.gather(self.store, layer, chunk.lines)
             )
         queries = q[own].view(chunk.count, kv_heads, -1, d).permute(1, 2, 0, 3)
         shape = (kv_heads, queries.shape[1], keys.shape[1], d)  # a view: nothing is repeated

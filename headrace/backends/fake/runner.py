@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
-from headrace.engine.protocol import Capacity
+from headrace.engine.protocol import Capacity, StepCost
 from headrace.messages import Join, Output, StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
@@ -62,8 +62,9 @@ class FakeTicket:
 class FakeRunner:
     """`kv_blocks` blocks of `block_size` tokens, `max_rows` rows; see the module.
 
-    `step_ms` + `token_ms` * tokens is the modelled time of a step: the device is busy that long,
-    one step after another, and `result` sleeps until it is done. `verify` re-reads the whole
+    `step_ms` + `token_ms` * tokens is the modelled time of a step, or what `cost` says, which then
+    is in its capacity: the device is busy that long, one step after another, and `result` sleeps
+    until it is done. `verify` re-reads the whole
     context of every row and checks every block that is written; it costs O(context) a step.
     `eos_ids`: the first is drawn about once in 200 tokens; empty means never.
     """
@@ -76,12 +77,16 @@ class FakeRunner:
         max_model_len: int,
         step_ms: float = 0.0,
         token_ms: float = 0.0,
+        cost: StepCost | None = None,
         verify: bool = False,
         eos_ids: Sequence[int] = (END_OF_TURN,),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._capacity = Capacity([kv_blocks], block_size, max_rows, max_model_len, VOCAB_SIZE)
+        assert cost is None or step_ms == token_ms == 0, "two models of the time of a step"
+        self._capacity = Capacity(
+            [kv_blocks], block_size, max_rows, max_model_len, VOCAB_SIZE, cost
+        )
         self._block_size = block_size
         self._step_s, self._token_s = step_ms / 1000, token_ms / 1000
         self._verify = verify
@@ -128,6 +133,10 @@ class FakeRunner:
             ticket.touched.update(blocks)
         self._in_flight.append(ticket)
         return ticket
+
+    def counters(self) -> Mapping[str, int]:
+        """Nothing of its own. See `engine.protocol.Runner`."""
+        return {}
 
     def close(self) -> None:
         """Forget everything. See `engine.protocol.Runner`."""
@@ -199,10 +208,19 @@ class FakeRunner:
             state, join = ticket.states[source], row.join
             row.last = draw(state, join.sampling, join.choice, position, self._eos)
             tokens.append(row.last)
-        ticket.busy_s = self._step_s + self._token_s * sum(plan.counts)
+        ticket.busy_s = self._modelled_s(plan)
         self._free_s = max(self._free_s, self._clock()) + ticket.busy_s
         ticket.ready_s = self._free_s
         return tokens
+
+    def _modelled_s(self, plan: StepPlan) -> float:
+        cost = self._capacity.cost
+        if cost is None:
+            return self._step_s + self._token_s * sum(plan.counts)
+        rows = list(zip(plan.starts, plan.counts, plan.ids, strict=True))
+        pairs = sum(count * (start + count / 2) for start, count, ids in rows if ids is not None)
+        reads = sum(start + 1 for start, _, ids in rows if ids is None)
+        return cost.seconds(sum(plan.counts), pairs, reads)
 
     def _await(self, ticket: FakeTicket) -> None:
         assert self._in_flight, "no step in flight"

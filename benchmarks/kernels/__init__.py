@@ -1,0 +1,1 @@
+"""What the kernels of decode are tuned on and measured by."""

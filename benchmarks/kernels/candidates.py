@@ -1,0 +1,43 @@
+"""Configurations worth timing: enough bytes in flight, enough programs, and room on Hopper."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from headrace.kernels.product import Config
+from headrace.kernels.tuned import default
+
+SHARED_BYTES = 227 << 10  # of one multiprocessor
+THREADS = 2048
+MULTIPROCESSORS = 132
+# Latency of a loaded memory (about 0.9 us) times its rate (4.8 TB/s on an H200).
+IN_FLIGHT_BYTES = 4 << 20
+
+
+def worth(config: Config, bucket: int, n: int, k: int) -> bool:
+    """Whether it can keep the memory busy, by arithmetic alone."""
+    tile = config.block_n * config.block_k * 2
+    shared = (config.block_n + bucket) * config.block_k * 2 * (config.stages - 1)
+    programs = -(-n // config.block_n) * config.split_k
+    if not 8192 <= tile <= 32768 or shared > SHARED_BYTES - 1024 or config.block_n > 2 * n:
+        return False
+    if config.split_k > 1 and (programs > 8 * MULTIPROCESSORS or k % (config.split_k * 32)):
+        return False
+    if config.block_n * bucket > 64 * 32 * config.warps:  # sums in registers: 64 a thread
+        return False
+    resident = min(SHARED_BYTES // (shared + 1024), THREADS // (32 * config.warps))
+    in_flight = min(programs, resident * MULTIPROCESSORS) * tile * (config.stages - 2)
+    return programs >= MULTIPROCESSORS and in_flight >= IN_FLIGHT_BYTES
+
+
+def candidates(bucket: int, n: int, k: int, *, most: int, seed: int = 0) -> list[Config]:
+    """The default and up to `most` - 1 others, drawn at random but the same ones each time."""
+    product = itertools.product(
+        (16, 32, 64, 128), (64, 128, 256, 512), (4, 8), (3, 4, 5, 6, 8), (1, 2, 4)
+    )
+    made = [Config(*values, prefetch_bytes=32768) for values in product]
+    good = [config for config in made if worth(config, bucket, n, k)]
+    first = default(bucket, n)
+    good = [config for config in good if config != first]
+    return [first, *random.Random(seed).sample(good, min(most - 1, len(good)))]

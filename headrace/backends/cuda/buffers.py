@@ -1,0 +1,39 @@
+"""Memory of one step's activations, taken once: a step allocates nothing, so it cannot run out."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.models.spec import ModelSpec
+
+
+class Buffers:
+    """For steps of at most `tokens` tokens, of which at most `draws` yield logits.
+
+    Graphs of smaller steps use the first rows of the same tensors.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, tokens: int, draws: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        q_width = spec.heads * spec.head_dim
+        kv_width = spec.kv_heads * spec.head_dim
+
+        def rows(count: int, width: int) -> torch.Tensor:
+            return torch.empty((count, width), dtype=dtype, device=device)
+
+        self.x = rows(tokens, spec.hidden)
+        self.normed = rows(tokens, spec.hidden)
+        self.qkv = rows(tokens, q_width + 2 * kv_width)
+        self.q = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
+        self.attended = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
+        self.gate_up = rows(tokens, 2 * spec.ffn)
+        self.inner = rows(tokens, spec.ffn)
+        self.chosen = rows(draws, spec.hidden)
+        self.logits = rows(draws, spec.vocab_size)
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it."""
+        tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)

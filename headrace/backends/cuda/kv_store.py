@@ -1,0 +1,60 @@
+"""The tensors of the paged KV cache on a GPU.
+
+One allocation, [layers, 2, blocks + 1, kv_heads, block_size, head_dim]; K and V of a layer are
+views.
+The extra last block belongs to padding: it is written by nobody and stays zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.state import copy_blocks
+
+
+class CudaKvStore:
+    """K and V of every layer, all zero at first."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.blocks, self.kv_heads = blocks, kv_heads
+        self.block_size, self.head_dim = block_size, head_dim
+        shape = (layers, 2, blocks + 1, kv_heads, block_size, head_dim)
+        self._all = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = [self._all[layer, 0] for layer in range(layers)]
+        self.v = [self._all[layer, 1] for layer in range(layers)]
+
+    @property
+    def spare_block(self) -> int:
+        """The block that padding reads."""
+        return self.blocks
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it."""
+        return self._all.numel() * self._all.element_size()
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in every layer."""
+        return self.size_bytes // ((self.blocks + 1) * self.block_size)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target), as if all at once."""
+        if not pairs:
+            return
+        sources = {source for source, _ in pairs}
+        assert not any(target in sources for _, target in pairs), "a copied block is overwritten"
+        table = torch.tensor(pairs, dtype=torch.int32)
+        if self._all.is_cuda:
+            table = table.pin_memory().to(self._all.device, non_blocking=True)
+        copy_blocks(self._all, table)

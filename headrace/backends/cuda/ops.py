@@ -1,0 +1,168 @@
+"""A step's arithmetic on a GPU; see `models.ops.Ops`.
+
+Few tokens (at most `product.MAX_TOKENS`): Triton kernels that stream each weight once, with the
+norm, bias, rotary, KV write, SiLU and residual inside. More: the library's matrix products (cuBLAS)
+with one element-wise kernel between two of them. Which one, per shape, is data: `kernels.tuned`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.backends.cuda.attention import StepAttention
+from headrace.backends.cuda.buffers import Buffers
+from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.kernels import tuned
+from headrace.kernels.begin import begin
+from headrace.kernels.columns import StepColumns
+from headrace.kernels.gate_up import gate_up
+from headrace.kernels.linear import linear
+from headrace.kernels.product import Config, Workspace
+from headrace.kernels.qkv import qkv
+from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.rotary import rotary_write
+from headrace.kernels.silu_mul import silu_mul
+from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What every step of one model shares. cos and sin are [positions, d/2] float32."""
+
+    store: CudaKvStore
+    buffers: Buffers
+    workspace: Workspace
+    cos: Tensor
+    sin: Tensor
+    last: Tensor  # [rows] int32, the token last drawn into each device row
+    card: str  # the device's name, which the tuned tables are kept under
+    pdl: bool  # kernels start while the one before drains
+
+
+class CudaOps:
+    """One step of `tokens` tokens. `columns` and `ids` hold that many entries on the device."""
+
+    def __init__(
+        self, place: Place, columns: StepColumns, ids: Tensor, attention: StepAttention
+    ) -> None:
+        self._place, self._columns, self._ids = place, columns, ids
+        self._attention = attention
+        self._tokens = ids.shape[0]
+
+    def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
+        """The small-m kernel's configuration, None where the library is faster."""
+        n, k = weight.shape
+        return tuned.choose(kind, tokens, n, k, self._place.card)
+
+    def _options(self, config: Config) -> dict[str, Any]:
+        place = self._place
+        return {"config": config, "workspace": place.workspace, "with_pdl": place.pdl}
+
+    def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        out = self._place.buffers.normed[: x.shape[0]]
+        return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl)
+
+    def embed(self, embedding: Embedding) -> Tensor:
+        """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
+        x = self._place.buffers.x[: self._tokens]
+        begin(
+            self._ids,
+            self._place.last,
+            embedding.weight,
+            self._columns,
+            x,
+            with_pdl=self._place.pdl,
+        )
+        return x
+
+    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, weights: Linear) -> Tensor:
+        """-> q [T, heads, d]; k and v are in the cache."""
+        place, n = self._place, self._tokens
+        k, v = place.store.k[layer], place.store.v[layer]
+        out = place.buffers.q[:n]
+        config = self._config("qkv", n, weights.weight)
+        if config is not None:
+            return qkv(
+                x,
+                weights.weight,
+                weights.bias,
+                self._columns,
+                place.cos,
+                place.sin,
+                k,
+                v,
+                heads=out.shape[1],
+                norm=(norm.weight, norm.eps),
+                q=out,
+                **self._options(config),
+            )
+        x, both = self._normed(x, norm), place.buffers.qkv[:n]
+        if weights.bias is None:
+            torch.mm(x, weights.weight.t(), out=both)
+        else:
+            torch.addmm(weights.bias, x, weights.weight.t(), out=both)
+        return rotary_write(
+            both,
+            self._columns,
+            place.cos,
+            place.sin,
+            k,
+            v,
+            out.shape[1],
+            out=out,
+            with_pdl=place.pdl,
+        )
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """-> [T, heads * d]."""
+        store = self._place.store
+        out = self._place.buffers.attended[: self._tokens]
+        self._attention.attend(q, store.k[layer], store.v[layer], out)
+        return out.view(self._tokens, -1)
+
+    def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+        """-> x + linear(y), in place."""
+        return self._add(x, y, weights)
+
+    def _add(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+        config = self._config("linear", self._tokens, weights.weight)
+        if config is not None:
+            return linear(
+                y,
+                weights.weight,
+                bias=weights.bias,
+                residual=x,
+                out=x,
+                **self._options(config),
+            )
+        if weights.bias is not None:
+            x += weights.bias
+        return x.addmm_(y, weights.weight.t())
+
+    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
+        """-> x + mlp(norm(x)), in place."""
+        buffers, n = self._place.buffers, self._tokens
+        weight = mlp.gate_up.weight
+        config = self._config("gate_up", n, weight)
+        inner = buffers.inner[:n]
+        if config is not None:
+            gate_up(x, weight, norm=(norm.weight, norm.eps), out=inner, **self._options(config))
+        else:
+            both = buffers.gate_up[:n]
+            torch.mm(self._normed(x, norm), weight.t(), out=both)
+            silu_mul(both, out=inner, with_pdl=self._place.pdl)
+        return self._add(x, inner, mlp.down)
+
+    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
+        n = x.shape[0]
+        out = self._place.buffers.logits[:n]
+        config = self._config("linear", n, weight)
+        if config is None:
+            return torch.mm(self._normed(x, norm), weight.t(), out=out)
+        gain = (norm.weight, norm.eps)
+        return linear(x, weight, norm=gain, out=out, **self._options(config))

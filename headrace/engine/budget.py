@@ -1,0 +1,116 @@
+"""Budget: how many tokens of prompts go into a step beside the tokens of those that decode.
+
+`StaticBudget` counts tokens alone. `CostBudget` also keeps the predicted time of a step below the
+target for the time between two tokens (ITL) while something decodes: so prompts that arrive in a
+storm cost those that decode at most that much. Both look at the plan alone, never at a clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.engine.protocol import StepCost
+
+
+class Budget(Protocol):
+    """One object for all steps: `begin`, then a `grant` for each chunk while it is `open`."""
+
+    open: bool  # another chunk of this step may get tokens
+
+    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+        """A new step. `decodes`: positions of its decode rows, a token each.
+
+        waiting: a sequence past its prompt is left out of this step for want of memory.
+        """
+
+    def grant(self, start: int, wanted: int) -> int:
+        """Tokens that the next chunk gets: `wanted` of them or fewer, from position `start` on.
+
+        A chunk that gets fewer closes the budget; it may get none. The first chunk of a step gets
+        at least one token where the budget was open.
+        """
+
+
+def budget_for(cost: StepCost | None, max_tokens: int, target_s: float) -> Budget:
+    """The budget of an engine whose steps hold `max_tokens` tokens; target_s = 0 is no limit."""
+    if target_s == 0:
+        return StaticBudget(max_tokens)
+    assert cost is not None, "a target for the step time, and a runner that does not know it"
+    return CostBudget(cost, max_tokens, target_s)
+
+
+class StaticBudget:
+    """As many tokens as a step may hold."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._left = 0
+        self.open = False
+
+    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+        """See `Budget`."""
+        self._left = self._max_tokens - len(decodes)
+        self.open = self._left > 0
+
+    def grant(self, start: int, wanted: int) -> int:
+        """See `Budget`."""
+        count = min(wanted, self._left)
+        self._left -= count
+        self.open = self._left > 0
+        return count
+
+
+class CostBudget:
+    """As many tokens as fit below `target_s` seconds; `StaticBudget`'s while nothing decodes.
+
+    Progress: whatever the prediction says, a step takes at least one tile of prompt tokens, and as
+    many more as fill the last tile, as far as max_tokens allows. No prompt starves, however many
+    decode and however long their contexts are; the target gives way, not the prompt.
+
+    Tiles: tokens are paid in whole tiles, so a chunk that must be cut is cut where a tile is full.
+    """
+
+    def __init__(self, cost: StepCost, max_tokens: int, target_s: float) -> None:
+        self._cost, self._max_tokens, self._target_s = cost, max_tokens, target_s
+        self._tokens = 0  # of the step so far
+        self._pairs = 0.0  # as StepCost.seconds has them
+        self._reads = 0
+        self._sure_tokens = 0  # of the step: up to here no prediction is asked
+        self.open = False
+
+    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+        """See `Budget`."""
+        tile = self._cost.tile
+        self._tokens = len(decodes)
+        self._pairs = 0.0
+        self._reads = sum(decodes) + len(decodes)  # position p reads p + 1 tokens
+        least = -(-(len(decodes) + tile) // tile) * tile
+        decoding = bool(decodes) or waiting
+        self._sure_tokens = min(least, self._max_tokens) if decoding else self._max_tokens
+        self.open = self._tokens < self._max_tokens
+
+    def grant(self, start: int, wanted: int) -> int:
+        """See `Budget`."""
+        most = min(wanted, self._max_tokens - self._tokens)
+        count = min(most, max(0, self._sure_tokens - self._tokens))
+        if count < most:
+            count = max(count, self._fitting(start, most, wanted))
+        self._tokens += count
+        self._pairs += count * (start + count / 2)
+        self.open = count == wanted and self._tokens < self._max_tokens
+        return count
+
+    def _fitting(self, start: int, most: int, wanted: int) -> int:
+        """The most tokens, up to `most`, with which the step stays within the target."""
+
+        def seconds(count: int) -> float:
+            pairs = self._pairs + count * (start + count / 2)
+            return self._cost.seconds(self._tokens + count, pairs, self._reads)
+
+        count = bisect_right(range(1, most + 1), self._target_s, key=seconds)
+        if count == wanted:
+            return count
+        whole = (self._tokens + count) // self._cost.tile * self._cost.tile - self._tokens
+        return count if whole < 0 else whole  # below 0: the tile is paid for already

@@ -1,0 +1,250 @@
+"""Paged attention of chunks: several new tokens of a sequence over all of its cache.
+
+The new K and V are in the cache already. A tile holds queries times the query heads of one KV
+head, flattened: no row is lost whatever the group, K and V pass once for all of them, and a chunk
+of one token is a small tile like any other. Online softmax: https://arxiv.org/abs/2205.14135.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.kernels import pdl
+from headrace.kernels.attention import LOG2E, check_layout, output_like, soft_cap
+from headrace.kernels.attention_configs import PrefillConfig, prefill_config
+from headrace.kernels.chunks import Chunks
+from headrace.kernels.launch import launch
+
+
+@triton.jit
+def _attend(
+    acc,
+    top,
+    total,
+    queries,
+    k,
+    v,
+    table,
+    base,  # of the KV head in a block
+    query_position,
+    oldest,  # keys [oldest, n_keys) are ever seen by this tile
+    n_keys,
+    begin,
+    end,
+    scale,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a block
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Key tiles [begin, end) for one tile of queries; not MASKED: every query sees every key."""
+    d = tl.arange(0, D_PAD)
+    key = begin * TILE + tl.arange(0, TILE)
+    # Block ids are carried a turn ahead: else loads of K and V would wait for them.
+    block = tl.load(table + key // PAGE, mask=(key >= oldest) & (key < n_keys), other=0)
+    for _ in tl.range(begin, end, num_stages=STAGES):
+        line = block.to(tl.int64) * BLOCK + (base + key % PAGE * D)
+        offsets = line[:, None] + d[None, :]
+        if MASKED:
+            loaded = ((key >= oldest) & (key < n_keys))[:, None] & (d < D)[None, :]
+            keys = tl.load(k + offsets, mask=loaded, other=0.0)
+            values = tl.load(v + offsets, mask=loaded, other=0.0)
+        elif D < D_PAD:
+            loaded = (d < D)[None, :]
+            keys = tl.load(k + offsets, mask=loaded, other=0.0)
+            values = tl.load(v + offsets, mask=loaded, other=0.0)
+        else:
+            keys = tl.load(k + offsets)
+            values = tl.load(v + offsets)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if SOFTCAP > 0:
+            scores = soft_cap(scores * scale, SOFTCAP)
+            unit = LOG2E
+        else:
+            unit = scale * LOG2E
+        if MASKED:
+            seen = key[None, :] <= query_position[:, None]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > query_position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+        if MASKED and WINDOW > 0:  # a query may have seen no key yet
+            finite = tl.where(new_top == -float("inf"), 0.0, new_top)
+        else:
+            finite = new_top
+        weights = tl.exp2(scores * unit - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        top = new_top
+        key += TILE
+        block = tl.load(table + key // PAGE, mask=(key >= oldest) & (key < n_keys), other=0)
+    return acc, top, total
+
+
+@triton.jit(
+    do_not_specialize=["width"],
+    do_not_specialize_on_alignment=["rows", "starts", "counts", "firsts", "tiles", "tables"],
+)
+def _prefill_kernel(
+    q,  # [tokens, heads, D], row stride Q_STRIDE, heads contiguous
+    k,  # [blocks, KV_HEADS, PAGE, D], contiguous
+    v,
+    out,  # [tokens, heads, D], contiguous
+    rows,  # Chunks
+    starts,
+    counts,
+    firsts,
+    tiles,
+    tables,  # [rows, width]
+    sinks,  # [heads]
+    scale,
+    width,
+    Q_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,  # rows of a tile
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,  # keys of one turn of the loop
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl.release(PDL)
+    kv_head = tl.program_id(0) % KV_HEADS
+    pair = tiles + tl.program_id(0) // KV_HEADS * 2
+    pdl.wait(PDL)
+    chunk, tile = tl.load(pair), tl.load(pair + 1)
+    start, count = tl.load(starts + chunk), tl.load(counts + chunk)
+    table = tables + tl.load(rows + chunk).to(tl.int64) * width
+    first = tl.load(firsts + chunk).to(tl.int64)
+
+    m = tile * M + tl.arange(0, M)
+    d = tl.arange(0, D_PAD)
+    query = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    inside = (query < count)[:, None] & (d < D)[None, :]
+    queries = tl.load(
+        q + (first + query)[:, None] * Q_STRIDE + head[:, None] * D + d[None, :],
+        mask=inside,
+        other=0.0,
+    )
+    query_position = start + tl.minimum(query, count - 1)
+    lowest = start + tile * M // GROUP  # position of the tile's first query
+    n_keys = start + tl.minimum((tile * M + M - 1) // GROUP, count - 1) + 1
+
+    acc = tl.zeros([M, D_PAD], tl.float32)
+    if HAS_SINKS:  # as a key seen before all others, with a value of zero
+        top = tl.load(sinks + head).to(tl.float32) * LOG2E
+        total = tl.full([M], 1.0, tl.float32)
+    else:
+        top = tl.full([M], -float("inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+    # Tiles [0, full_end) end before the first query; of these, all queries see those from
+    # full_begin on.
+    end = tl.cdiv(n_keys, TILE)
+    full_end = (lowest + 1) // TILE
+    full_begin = 0
+    oldest = 0
+    base = kv_head * (PAGE * D)
+    if WINDOW > 0:
+        oldest = tl.maximum(lowest + 1 - WINDOW, 0)
+        full_begin = tl.cdiv(tl.maximum(n_keys - WINDOW, 0), TILE)
+        edge_end = tl.minimum(full_begin, end)
+        acc, top, total = _attend(
+            acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+            oldest // TILE, edge_end, scale, True,
+            KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        full_end = tl.maximum(full_end, edge_end)
+    acc, top, total = _attend(
+        acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+        full_begin, full_end, scale, False,
+        KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+    )  # fmt: skip
+    acc, top, total = _attend(
+        acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+        full_end, end, scale, True,
+        KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+    )  # fmt: skip
+    acc = acc / total[:, None]
+    tl.store(
+        out + (first + query)[:, None] * (KV_HEADS * GROUP * D) + head[:, None] * D + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=inside,
+    )
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    chunks: Chunks,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """Token j of a chunk attends to positions 0..start + j of its row; K and V are in the cache.
+
+    q [T, heads, d] (heads and d contiguous); k, v [blocks, kv_heads, block_size, d], contiguous;
+    tables [rows, width] int32. `scale`, `window`, `softcap`, `sinks` as in `decode`.
+    chunks.tile_rows is the configuration's. -> out [T, heads, d], new where None; tokens of no
+    chunk are left as they are. No host synchronisation.
+    """
+    check_layout(q, k, v)
+    assert tables.is_contiguous(), "tables layout"
+    assert scale > 0, scale
+    _, heads, d = q.shape
+    kv_heads, page = k.shape[1:3]
+    config = config or prefill_config(q.dtype, d)
+    assert chunks.tile_rows == config.rows, (chunks.tile_rows, config)
+    out = output_like(q, out)
+    launch(
+        _prefill_kernel,
+        (chunks.tiles.shape[0] * kv_heads,),
+        q,
+        k,
+        v,
+        out,
+        chunks.rows,
+        chunks.starts,
+        chunks.counts,
+        chunks.firsts,
+        chunks.tiles,
+        tables,
+        q if sinks is None else sinks,  # never read where there are none
+        scale,
+        tables.shape[1],
+        Q_STRIDE=q.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        M=config.rows,
+        D=d,
+        D_PAD=max(16, triton.next_power_of_2(d)),
+        PAGE=page,
+        TILE=config.tile_keys,
+        STAGES=config.stages,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        HAS_SINKS=sinks is not None,
+        num_warps=config.warps,
+        **pdl.options(pdl.supported(q.device)),
+    )
+    return out

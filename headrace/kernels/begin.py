@@ -1,0 +1,85 @@
+"""The first kernel of a step: positions move on, ids are settled, embeddings are read."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.kernels import pdl
+from headrace.kernels.columns import StepColumns
+from headrace.kernels.launch import launch
+from headrace.kernels.shapes import check_output
+
+
+@triton.jit(do_not_specialize=["spare"])
+def begin_kernel(
+    ids,
+    last,
+    rows,
+    positions,
+    embedding,
+    x,
+    spare,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (tokens,): one program owns the entries of a token."""
+    pdl.release(PDL)
+    token = tl.program_id(0)
+    k = tl.arange(0, BK)
+    pdl.wait(PDL)
+    row = tl.load(rows + token)
+    given = tl.load(ids + token)
+    drawn = tl.load(last + row)
+    position = tl.load(positions + token)
+    tl.debug_barrier()  # every thread has read before one of them writes
+    tl.store(positions + token, tl.where(row == spare, 0, position + 1))
+    tl.store(ids + token, -1)
+    source = tl.where(given < 0, drawn, given).to(tl.int64) * K
+    y = tl.load(embedding + source + k, mask=k < K, other=0.0)
+    tl.store(x + token.to(tl.int64) * K + k, y, mask=k < K)
+
+
+def begin(
+    ids: Tensor,
+    last: Tensor,
+    embedding: Tensor,
+    columns: StepColumns,
+    x: Tensor,
+    *,
+    with_pdl: bool = False,
+) -> None:
+    """x[t] = embedding[id of token t]; positions[t] += 1; ids[t] = -1.
+
+    The id is ids[t], or, where that is negative, last[rows[t]]: the row's newest draw. So a host
+    that says nothing gets the next decode step: it writes ids and positions (its first less one)
+    only where a row begins. Padding (the last row of `tables`) stays at position 0.
+
+    ids [T], last [rows] int32; embedding [V, K]; x [T, K] is written.
+    """
+    tokens, k = x.shape
+    check_output(x, (tokens, embedding.shape[1]))
+    assert embedding.is_contiguous(), "embedding: rows lie one after another"
+    assert ids.shape == columns.rows.shape == columns.positions.shape == (tokens,), "a token each"
+    assert last.shape[0] == columns.tables.shape[0], "last has an entry a row, the spare one too"
+    if tokens == 0:
+        return
+    block = triton.next_power_of_2(k)
+    launch(begin_kernel, (tokens,),
+        ids, last, columns.rows, columns.positions, embedding, x, columns.tables.shape[0] - 1,
+        K=k, BK=block, num_warps=min(8, max(1, block // 512)), **pdl.options(with_pdl),
+    )  # fmt: skip
+
+
+def begin_reference(
+    ids: Tensor, last: Tensor, embedding: Tensor, columns: StepColumns, x: Tensor
+) -> None:
+    """The same with torch."""
+    spare = columns.tables.shape[0] - 1
+    rows = columns.rows.long()
+    settled = ids.where(ids >= 0, last[rows]).long()
+    x.copy_(embedding[settled])
+    columns.positions.copy_((columns.positions + 1).where(rows != spare, 0))
+    ids.fill_(-1)

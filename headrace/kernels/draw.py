@@ -1,0 +1,112 @@
+"""Last pass: a token a row, from the chunks' peaks and weights. Inverse CDF in order of ids."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.kernels import pdl
+from headrace.kernels.philox import uniform
+from headrace.kernels.weights import NEG_INF, ordered, slope, unordered, weight
+
+
+@triton.jit
+def _kept(weights, keys, edge, room):
+    """Weights of one chunk with those below the edge, and equals beyond their room, set to 0."""
+    equal = keys == edge
+    rank = tl.cumsum(equal.to(tl.int32), 0)
+    return tl.where((keys > edge) | (equal & (rank <= room)), weights, 0)
+
+
+@triton.jit
+def _inside(row, chunk, local, peak, scale, edge, room, VOCAB, CHUNK, TRUNCATE: tl.constexpr):
+    """The first id of a chunk whose cumulative weight exceeds `local` (int64, below its mass)."""
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
+    weights = weight(z, peak, scale)
+    if TRUNCATE:
+        weights = _kept(weights, ordered(z), edge, room)
+    return tl.min(tl.where(tl.cumsum(weights, 0) > local, ids, VOCAB - 1), 0)
+
+
+@triton.jit
+def draw_kernel(
+    logits,
+    params,
+    positions,
+    draw_tokens,
+    draw_rows,
+    last,
+    tokens,
+    peaks,
+    firsts,
+    masses,
+    equals,
+    edges,
+    rooms,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WEIGH: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (draws,). Greedy rows take the first largest logit, others the token at u.
+
+    With TRUNCATE `masses` holds the weights above the row's edge and `equals` [draws, chunks]
+    counts the tokens on it, of which the first rooms[draw] stay.
+    """
+    pdl.release(PDL)
+    pdl.wait(PDL)
+    draw = tl.program_id(0)
+    device_row = tl.load(draw_rows + draw)
+    chunk = tl.arange(0, CHUNKS_PADDED)
+    real = chunk < CHUNKS
+    at = draw * CHUNKS + chunk
+    chunk_peak = tl.load(peaks + at, mask=real, other=NEG_INF)
+    peak = tl.max(chunk_peak, 0)
+    fine = (peak > NEG_INF) & (peak < float("inf"))
+    owner = tl.min(tl.where(chunk_peak == peak, chunk, CHUNKS_PADDED), 0)
+    token = tl.load(firsts + draw * CHUNKS + owner)
+    if WEIGH:
+        mine = params + device_row * 8
+        temperature = tl.load(mine).to(tl.float32, bitcast=True)
+        if (temperature > 0.0) & fine:
+            scale = slope(temperature)
+            base = tl.where(chunk_peak > NEG_INF, chunk_peak, peak)
+            mass = tl.load(masses + at, mask=real, other=0)
+            edge, room = 0, 0
+            room_left = tl.zeros_like(chunk)
+            if TRUNCATE:
+                edge, room = tl.load(edges + draw), tl.load(rooms + draw)
+                equal = tl.load(equals + at, mask=real, other=0)
+                room_left = tl.maximum(room - (tl.cumsum(equal, 0) - equal), 0)
+                one = weight(tl.minimum(unordered(edge), base), base, scale)
+                mass += tl.minimum(room_left, equal).to(tl.int64) * one
+            # Float64 in one fixed order of additions: the row's own, whatever the batch.
+            factor = tl.exp((base - peak).to(tl.float64) / temperature.to(tl.float64))
+            share = mass.to(tl.float64) * factor
+            cumulative = tl.cumsum(share, 0)
+            place = tl.load(positions + tl.load(draw_tokens + draw)) + 1
+            u = uniform(tl.load(mine + 4), tl.load(mine + 5), tl.load(mine + 6), place)
+            target = u * tl.sum(share, 0)
+            weighs = share > 0.0
+            over = weighs & (cumulative > target)
+            first = tl.min(tl.where(over, chunk, CHUNKS_PADDED), 0)
+            final = tl.max(tl.where(weighs, chunk, 0), 0)  # where u * total rounded up
+            chosen = tl.minimum(first, final)
+            here = chunk == chosen
+            offset = tl.sum(tl.where(here, target - (cumulative - share), 0.0), 0)
+            offset /= tl.sum(tl.where(here, factor, 0.0), 0)
+            most = tl.sum(tl.where(here, mass, 0), 0) - 1
+            local = tl.minimum(tl.maximum(offset, 0.0), most.to(tl.float64)).to(tl.int64)
+            local = tl.minimum(local, most)
+            here_peak = tl.max(tl.where(here, base, NEG_INF), 0)
+            here_room = tl.sum(tl.where(here, room_left, 0), 0)
+            row = logits + draw.to(tl.int64) * VOCAB
+            token = _inside(
+                row, chosen, local, here_peak, scale, edge, here_room, VOCAB, CHUNK, TRUNCATE
+            )
+    tl.store(tokens + draw, tl.where(fine, token, -1))
+    tl.store(last + device_row, tl.where(fine, token, 0))

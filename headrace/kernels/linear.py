@@ -1,0 +1,122 @@
+"""y = f(x) W^T + bias + residual for few tokens; f is nothing or RMSNorm."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.kernels import pdl
+from headrace.kernels.launch import launch
+from headrace.kernels.product import (
+    Config,
+    Norm,
+    Workspace,
+    block_m,
+    check,
+    columns_a_turn,
+    norm_reference,
+    normed,
+    prefetch_bytes,
+    product,
+    scratch,
+)
+from headrace.kernels.shapes import check_output
+
+
+@triton.jit(do_not_specialize=["m", "eps"])
+def linear_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    gain,
+    out,
+    partials,
+    squares,
+    locks,
+    m,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (groups of BN rows, SPLIT).
+
+    `residual` may be `out`: one program reads and writes a place."""
+    acc, live = product(
+        x, weight, gain, eps, partials, squares, locks, m,
+        N, K, 0, BM, BN, BK, SPLIT, NORM, PREFETCH, THREADS, PDL,
+    )  # fmt: skip
+    token = tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    mask = live[:, None] & (n < N)[None, :]
+    at = token[:, None].to(tl.int64) * N + n[None, :]
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
+    out: Tensor | None = None,
+    config: Config,
+    workspace: Workspace | None = None,
+    with_pdl: bool = False,
+) -> Tensor:
+    """x [m, K], weight [N, K] -> [m, N], summed in float32 and rounded once.
+
+    bias [N]; residual [m, N], which may be `out`; norm = (weight [K], eps): RMSNorm of x comes
+    first. `out` may have another dtype than x (float32 logits). A split config needs a
+    workspace. `with_pdl`: a dependent launch, see `pdl`.
+    """
+    check(x, weight, norm)
+    (m, k), n = x.shape, weight.shape[0]
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device) if out is None else out
+    check_output(out, (m, n))
+    if residual is not None:
+        check_output(residual, (m, n))
+    assert bias is None or bias.shape == (n,), "bias is [N]"
+    tiles = triton.cdiv(n, config.block_n)
+    x, gain, eps, fold = normed(x, norm, config, with_pdl)
+    launch(linear_kernel, (tiles, config.split_k),
+        x, weight, x if bias is None else bias, x if residual is None else residual, gain, out,
+        *scratch(x, tiles, config, workspace), m, eps,
+        N=n, K=k, BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config),
+        SPLIT=config.split_k,
+        BIAS=bias is not None, RESIDUAL=residual is not None, NORM=fold,
+        PREFETCH=prefetch_bytes(weight, config, with_pdl), THREADS=32 * config.warps,
+        num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
+    )  # fmt: skip
+    return out
+
+
+def linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Tensor:
+    """The same in float64."""
+    y = norm_reference(x, norm) @ weight.double().T
+    y = y if bias is None else y + bias.double()
+    return y if residual is None else y + residual.double()

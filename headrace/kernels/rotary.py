@@ -1,0 +1,157 @@
+"""Rotary embedding of queries and keys, and the write of keys and values to the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.kernels import pdl
+from headrace.kernels.columns import StepColumns
+from headrace.kernels.launch import launch
+from headrace.kernels.shapes import check_output
+
+
+@triton.jit(do_not_specialize=["width"])
+def rotary_write_kernel(
+    qkv,
+    rows,
+    positions,
+    writes,
+    tables,
+    cos,
+    sin,
+    q,
+    k,
+    v,
+    width,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BH: tl.constexpr,
+    BI: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (tokens, groups of BH heads). BI >= HALF, a power of two."""
+    pdl.release(PDL)
+    D: tl.constexpr = 2 * HALF
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    i = tl.arange(0, BI)
+    pdl.wait(PDL)
+    mask = (head < ALL)[:, None] & (i < HALF)[None, :]
+    source = (token * ALL + head[:, None]) * D + i[None, :]
+    low = tl.load(qkv + source, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(qkv + source + HALF, mask=mask, other=0.0).to(tl.float32)
+    position = tl.load(positions + token)
+    turned = mask & (head < HEADS + KV_HEADS)[:, None]  # values are not
+    angle = position.to(tl.int64) * HALF + i
+    c = tl.where(turned, tl.load(cos + angle, mask=i < HALF, other=1.0)[None, :], 1.0)
+    s = tl.where(turned, tl.load(sin + angle, mask=i < HALF, other=0.0)[None, :], 0.0)
+    first = (low * c - high * s).to(q.dtype.element_ty)
+    second = (high * c + low * s).to(q.dtype.element_ty)
+
+    at = (token * HEADS + head[:, None]) * D + i[None, :]
+    queries = mask & (head < HEADS)[:, None]
+    tl.store(q + at, first, mask=queries)
+    tl.store(q + at + HALF, second, mask=queries)
+
+    stored = tl.load(writes + token) != 0
+    row = tl.load(rows + token).to(tl.int64)
+    block = tl.load(tables + row * width + position // BLOCK_SIZE, mask=stored, other=0)
+    at = block.to(tl.int64) * KV_HEADS + (head[:, None] - HEADS) % KV_HEADS
+    at = (at * BLOCK_SIZE + position % BLOCK_SIZE) * D + i[None, :]
+    keys = turned & stored & (head >= HEADS)[:, None]
+    tl.store(k + at, first, mask=keys)
+    tl.store(k + at + HALF, second, mask=keys)
+    values = mask & stored & (head >= HEADS + KV_HEADS)[:, None]
+    tl.store(v + at, first, mask=values)
+    tl.store(v + at + HALF, second, mask=values)
+
+
+def check_paged(
+    columns: StepColumns,
+    cos: Tensor,
+    sin: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    """One layer of the cache, tables of half of its d, and columns of so many tokens."""
+    assert k.shape == v.shape, "k and v have one shape"
+    assert k.is_contiguous(), "k: one layer lies in one piece"
+    assert v.is_contiguous(), "v: one layer lies in one piece"
+    assert k.dtype == v.dtype == dtype, "the cache has the activations' dtype"
+    assert k.shape[3] % 2 == 0, "d is even"
+    assert cos.shape[1] == sin.shape[1] == k.shape[3] // 2, "tables of halves"
+    assert cos.dtype == sin.dtype == torch.float32, "tables in float32"
+    assert cos.is_contiguous(), "cos: rows lie one after another"
+    assert sin.is_contiguous(), "sin: rows lie one after another"
+    assert columns.tables.stride(1) == 1, "block ids of a row lie one after another"
+    assert columns.rows.shape[0] == tokens, "a column has an entry a token"
+
+
+def rotary_write(
+    qkv: Tensor,
+    columns: StepColumns,
+    cos: Tensor,
+    sin: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    *,
+    out: Tensor | None = None,
+    with_pdl: bool = False,
+) -> Tensor:
+    """qkv [T, (heads + 2 kv_heads) d] -> q [T, heads, d], turned; k and v are written.
+
+    cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
+    layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
+    Turned in float32, rounded once.
+    """
+    tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
+    every = heads + 2 * kv_heads
+    check_output(qkv, (tokens, every * d))
+    check_paged(columns, cos, sin, k, v, tokens, qkv.dtype)
+    q = torch.empty(tokens, heads, d, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    check_output(q, (tokens, heads, d))
+    if tokens == 0:
+        return q
+    lanes = triton.next_power_of_2(d // 2)
+    group = max(1, min(triton.next_power_of_2(every), 1024 // lanes))
+    launch(rotary_write_kernel, (tokens, triton.cdiv(every, group)),
+        qkv, columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
+        columns.tables.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,
+        num_warps=4, **pdl.options(with_pdl),
+    )  # fmt: skip
+    return q
+
+
+def rotary_write_reference(
+    qkv: Tensor,
+    columns: StepColumns,
+    cos: Tensor,
+    sin: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+) -> Tensor:
+    """The same in float64 (k and v are written in their own dtype): q [T, heads, d]."""
+    tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
+    parts = qkv.double().view(tokens, -1, d)
+    turned, values = parts.split((heads + kv_heads, kv_heads), dim=1)
+    positions = columns.positions.long()
+    c, s = cos.double()[positions][:, None], sin.double()[positions][:, None]
+    low, high = turned.chunk(2, dim=-1)
+    turned = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
+    blocks = columns.tables[columns.rows.long(), positions // block_size].long()
+    kept = columns.writes.bool()
+    blocks, slots = blocks[kept], positions[kept] % block_size
+    k[blocks, :, slots] = turned[kept, heads:].to(k.dtype)
+    v[blocks, :, slots] = values[kept].to(v.dtype)
+    return turned[:, :heads]

@@ -1,0 +1,229 @@
+"""Logits to tokens on the device, as `sampling.pipeline` says (it is this file's reference):
+temperature, top_k, top_p, min_p, then one inverse CDF a row with a counter-based uniform number.
+
+Nothing here waits for the device, sorts a vocabulary or depends on a value on the host, so a call
+can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full".
+
+What is promised: a row's token depends on that row alone, bit by bit: not on the number of draws,
+nor on the kind of the call. It equals the pipeline's unless u, or the edge of top-p or min-p,
+lies within 1e-6 (of the row's total) of a boundary between two tokens: weights are float32
+exponentials, added up exactly in fixed point (`weights`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from headrace.kernels import pdl
+from headrace.kernels.chunk_peaks import chunk_peaks_kernel
+from headrace.kernels.draw import draw_kernel
+from headrace.kernels.draw_params import KINDS, WIDTH, Kind
+from headrace.kernels.launch import launch
+from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
+
+CHUNK = 4096  # logits a program: 38 programs for one row of 152064
+SAMPLE = 1024  # logits that say where an edge should lie
+CANDIDATES = 32768  # a flat row's bracket holds 11 % of its vocabulary
+_LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Device memory that a call works in, for up to `draws` rows of `vocab` logits.
+
+    One for each stream; results depend on `chunk` and `vocab`, never on `draws`.
+    """
+
+    vocab: int
+    draws: int
+    chunk: int
+    sample: int
+    peaks: Tensor  # [draws, chunks] float32
+    firsts: Tensor  # [draws, chunks] int32
+    masses: Tensor  # [draws, chunks] int64
+    equals: Tensor  # [draws, chunks] int32
+    brackets: Tensor  # [draws, 2] int32
+    counts: Tensor  # [draws, 2] int32
+    above_mass: Tensor  # [draws] int64
+    edges: Tensor  # [draws] int32
+    rooms: Tensor  # [draws] int32
+    candidates: Tensor  # [draws, room] int32
+
+    @classmethod
+    def allocate(
+        cls,
+        draws: int,
+        vocab: int,
+        device: torch.device,
+        *,
+        chunk: int = CHUNK,
+        sample: int = SAMPLE,
+        candidates: int = CANDIDATES,
+    ) -> Scratch:
+        """chunk and sample are powers of two. 0.13 MB a draw, nearly all of it candidates."""
+        assert vocab < 2**22, "2^22 weights of 2^40 are what an int64 holds"
+        chunks = triton.cdiv(vocab, chunk)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            vocab,
+            draws,
+            chunk,
+            sample,
+            empty(draws, chunks, dtype=torch.float32),
+            empty(draws, chunks),
+            empty(draws, chunks, dtype=torch.int64),
+            empty(draws, chunks),
+            empty(draws, 2),
+            empty(draws, 2),
+            empty(draws, dtype=torch.int64),
+            empty(draws),
+            empty(draws),
+            empty(draws, min(candidates, triton.next_power_of_2(vocab))),
+        )
+
+
+def sample(
+    logits: Tensor,
+    params: Tensor,
+    positions: Tensor,
+    draw_tokens: Tensor,
+    draw_rows: Tensor,
+    last: Tensor,
+    tokens: Tensor,
+    *,
+    kind: Kind,
+    scratch: Scratch,
+    with_pdl: bool = False,
+) -> None:
+    """One token a draw, written to tokens[j] and to last[draw_rows[j]].
+
+    logits [D, vocab] bfloat16, float16 or float32, contiguous. int32: params [rows, 8] (see
+    `draw_params.pack`), positions [T], draw_tokens [D], draw_rows [D], last [rows], tokens [D].
+    Draw j has the parameters of row draw_rows[j] and the position positions[draw_tokens[j]] + 1.
+    A row with a NaN, +inf or no finite logit: tokens[j] = -1 and last = 0.
+    kind: "greedy" if every row is, "plain" if no row truncates, else "full"; a wider kind gives
+    the same tokens.
+    """
+    draws, vocab = logits.shape
+    assert kind in KINDS, f"kind {kind!r}"
+    assert vocab == scratch.vocab, f"scratch is for {scratch.vocab} logits a row, not {vocab}"
+    assert draws <= scratch.draws, f"scratch is for {scratch.draws} draws, not {draws}"
+    assert logits.is_contiguous(), "logits must be contiguous"
+    assert params.shape[1] == WIDTH, "params is [rows, 8]"
+    assert params.is_contiguous(), "params must be contiguous"
+    if not draws:
+        return
+    chunks = scratch.peaks.shape[1]
+    common: dict[str, Any] = {"VOCAB": vocab, "CHUNKS": chunks, **pdl.options(with_pdl)}
+    weigh = kind != "greedy"
+    launch(
+        chunk_peaks_kernel,
+        (chunks, draws),
+        logits,
+        params,
+        draw_rows,
+        scratch.peaks,
+        scratch.firsts,
+        scratch.masses,
+        CHUNK=scratch.chunk,
+        WEIGH=weigh,
+        num_warps=8,
+        **common,
+    )
+    if kind == "full":
+        _truncate(logits, params, draw_rows, scratch, common)
+    launch(
+        draw_kernel,
+        (draws,),
+        logits,
+        params,
+        positions,
+        draw_tokens,
+        draw_rows,
+        last,
+        tokens,
+        scratch.peaks,
+        scratch.firsts,
+        scratch.masses,
+        scratch.equals,
+        scratch.edges,
+        scratch.rooms,
+        CHUNKS_PADDED=triton.next_power_of_2(chunks),
+        CHUNK=scratch.chunk,
+        WEIGH=weigh,
+        TRUNCATE=kind == "full",
+        num_warps=8 if weigh else 1,
+        **common,
+    )
+
+
+def _truncate(
+    logits: Tensor, params: Tensor, draw_rows: Tensor, at: Scratch, common: dict[str, Any]
+) -> None:
+    """Edges, rooms, equals, and the weights of the tokens that stay, into the scratch."""
+    draws = logits.shape[0]
+    chunks = at.peaks.shape[1]
+    padded = triton.next_power_of_2(chunks)
+    low = _LOW_BITS[logits.dtype]
+    room = at.candidates.shape[1]
+    inputs = (logits, params, draw_rows, at.peaks)
+    bracket = (at.brackets, at.counts, at.above_mass)
+    launch(
+        bracket_kernel,
+        (draws,),
+        *inputs,
+        at.masses,
+        *bracket,
+        CHUNKS_PADDED=padded,
+        SAMPLE=at.sample,
+        LOW=low,
+        num_warps=8,
+        **common,
+    )
+    launch(
+        gather_kernel,
+        (chunks, draws),
+        *inputs,
+        *bracket,
+        at.candidates,
+        CHUNKS_PADDED=padded,
+        CHUNK=at.chunk,
+        ROOM=room,
+        LOW=low,
+        num_warps=8,
+        **common,
+    )
+    launch(
+        edge_kernel,
+        (draws,),
+        *inputs,
+        at.masses,
+        *bracket,
+        at.candidates,
+        at.edges,
+        at.rooms,
+        CHUNKS_PADDED=padded,
+        ROOM=room,
+        LOW=low,
+        num_warps=16,
+        **common,
+    )
+    launch(
+        kept_kernel,
+        (chunks, draws),
+        *inputs,
+        at.masses,
+        at.equals,
+        at.edges,
+        CHUNK=at.chunk,
+        num_warps=8,
+        **common,
+    )

@@ -1,0 +1,67 @@
+"""Which configuration streams a matrix fastest on a card: data that a script measured.
+
+`tuned/<card>.json` is written by `scripts/tune_kernels` on that card. An entry holds for one layer
+(qkv, out, gate_up, down, head), N and K of its weight, and a bucket of tokens (up to 16, 32 or 64);
+a null configuration says that the library's matrix product and kernels of their own were faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from headrace.kernels.product import MAX_TOKENS, Config, block_m
+
+FOLDER = Path(__file__).parent / "tuned"
+KINDS = ("qkv", "out", "gate_up", "down", "head")
+
+
+def card_file(device_name: str, folder: Path = FOLDER) -> Path:
+    """ "NVIDIA H100 80GB HBM3" -> nvidia-h100-80gb-hbm3.json"""
+    return folder / (re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json")
+
+
+@functools.cache
+def entries(path: Path) -> dict[tuple[str, int, int, int], Config | None]:
+    """(kind, N, K, bucket) -> configuration; empty for a card that nobody measured."""
+    if not path.exists():
+        return {}
+    found = {}
+    for entry in json.loads(path.read_text())["entries"]:
+        config = None if entry["config"] is None else Config(**entry["config"])
+        found[entry["kind"], entry["n"], entry["k"], entry["bucket"]] = config
+    return found
+
+
+def entry(kind: str, n: int, k: int, bucket: int, config: Config | None) -> dict[str, Any]:
+    """As it stands in a card's file."""
+    fields = None if config is None else dataclasses.asdict(config)
+    return {"kind": kind, "n": n, "k": k, "bucket": bucket, "config": fields}
+
+
+def default(m: int, n: int) -> Config:
+    """For a shape or card that nobody measured: no split, at most 80 KB of shared memory."""
+    block_n = 32 if n <= 8192 else 64
+    if block_m(m) == 16:
+        return Config(block_n, block_k=8192 // block_n, warps=4, stages=4, prefetch_bytes=32768)
+    return Config(block_n, block_k=128, warps=4, stages=3, prefetch_bytes=32768)
+
+
+def choose(
+    kind: str,
+    m: int,
+    n: int,
+    k: int,
+    device_name: str,
+    *,
+    folder: Path = FOLDER,
+) -> Config | None:
+    """The configuration for m tokens and a weight [n, k]; None: the library is faster."""
+    assert kind in KINDS, f"{kind} is none of {KINDS}"
+    if m > MAX_TOKENS:
+        return None
+    return entries(card_file(device_name, folder)).get((kind, n, k, block_m(m)), default(m, n))

@@ -1,0 +1,41 @@
+"""What a decoder asks of its backend in one step. Shapes: T = tokens of the step, row after row.
+
+The fusions are part of the contract: a backend may do each in one kernel. The step's ids,
+positions and block tables belong to the object that implements it.
+
+Implementations: `backends.cpu.ops.TorchOps` (plain torch) and `backends.cuda.ops.CudaOps`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+
+
+class Ops(Protocol):
+    """One step's arithmetic. A returned tensor is valid until the next call of the same method.
+
+    `x` is the residual stream; methods that add to it may do so in place and return it.
+    """
+
+    def embed(self, embedding: Embedding) -> Tensor:
+        """The step's tokens -> x [T, hidden]."""
+
+    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+        """Norm, q, k and v, rotary -> q [T, heads, d]. k and v go to the KV cache."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Each token over its sequence up to itself -> [T, heads * d]."""
+
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+        """x + linear(y), [T, hidden]."""
+
+    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
+        """x + mlp(norm(x)), [T, hidden]."""
+
+    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """x [n, hidden] of chosen tokens, weight [vocab, hidden] -> logits [n, vocab]."""

@@ -1,0 +1,164 @@
+"""From settings and files to a runner on a GPU: weights, kernels, a measured step, KV, graphs."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from headrace.backends.cpu.device import cores
+from headrace.backends.cuda.attention import Attention
+from headrace.backends.cuda.buffers import Buffers
+from headrace.backends.cuda.device import Card
+from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.ops import Place
+from headrace.config import Resolved, Settings, parse_bytes
+from headrace.engine.protocol import Capacity, StepCost
+from headrace.errors import ConfigError
+from headrace.kernels import pdl
+from headrace.kernels.product import Workspace
+from headrace.models.layers import Decoder
+from headrace.models.spec import ModelSpec
+from headrace.runner import ledger
+from headrace.runner.calibrate import measure_cost
+from headrace.runner.cuda_runner import CudaRunner
+from headrace.runner.device_state import DeviceState
+from headrace.runner.forward import Forward
+from headrace.runner.phase import Report, phase
+
+_SLACK_BYTES = 256 * 2**20  # fragments, and what the driver takes for itself later
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Sizes of one runner, settled before memory is measured."""
+
+    max_rows: int
+    max_tokens: int
+    block_size: int
+    max_model_len: int
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What a step was seen to need, in bytes of device memory."""
+
+    total: int
+    used: int  # everything but the KV cache: context, weights, activations at their peak
+    graphs: int
+
+
+def forward_on(model: Decoder, plan: Plan, blocks: int, card: Card, buffers: Buffers) -> Forward:
+    """The model with a KV cache of `blocks` and empty tables."""
+    spec, device = model.spec, buffers.x.device
+    store = CudaKvStore(
+        layers=spec.layers,
+        blocks=blocks,
+        kv_heads=spec.kv_heads,
+        block_size=plan.block_size,
+        head_dim=spec.head_dim,
+        dtype=model.dtype,
+        device=device,
+    )
+    # An overlapped step may run past the last token of a sequence: two blocks to spare.
+    width = -(-plan.max_model_len // plan.block_size) + 2
+    state = DeviceState(plan.max_rows, width, store.spare_block, device)
+    positions = torch.arange(width * plan.block_size, device=device)
+    cos, sin = (t[:, 0].contiguous() for t in model.rotary(positions, torch.float32))
+    place = Place(
+        store=store,
+        buffers=buffers,
+        workspace=Workspace(device),
+        cos=cos,
+        sin=sin,
+        last=state.last,
+        card=card.name,
+        pdl=pdl.supported(device),
+    )
+    attention = Attention(
+        spec, card.multiprocessors, plan.max_tokens, plan.max_rows, model.dtype, device
+    )
+    return Forward(model, place, state, attention, plan.max_tokens)
+
+
+def build_runner(
+    settings: Settings,
+    model: Decoder,
+    wanted_len: Resolved[int],
+    card: Card,
+    report: Report,
+) -> tuple[CudaRunner, Resolved[int], Resolved[int], list[ledger.Line]]:
+    """The runner, the KV blocks, the longest sequence and lines of the device's memory.
+
+    Raises ConfigError where the memory does not hold a block.
+    """
+    device = torch.device("cuda", card.index)
+    plan = Plan(
+        max_rows=settings.max_num_seqs,
+        max_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        max_model_len=wanted_len.value,
+    )
+    buffers = Buffers(model.spec, plan.max_tokens, plan.max_rows, model.dtype, device)
+    with phase("compile kernels", report):
+        trial = forward_on(model, plan, -(-plan.max_tokens // plan.block_size), card, buffers)
+        trial.compile(cores())
+    with phase("measure a step", report):
+        cost = measure_cost(trial, plan.max_tokens)
+        room = measure_room(trial, card)
+        trial.close()
+        del trial
+        torch.cuda.empty_cache()
+    blocks = size_kv(settings, model.spec, model.dtype, room)
+    length = ledger.fit_model_len(wanted_len, blocks.value, plan.block_size)
+    plan = msgspec.structs.replace(plan, max_model_len=length.value)
+    with phase("capture graphs", report):
+        forward = forward_on(model, plan, blocks.value, card, buffers)
+        forward.capture()
+    free_bytes, _ = torch.cuda.mem_get_info(card.index)
+    lines = [
+        ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),
+        ledger.Line("graphs", room.graphs, f"{forward.graph_count}, reserved from the largest"),
+        ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
+    ]
+    capacity = _capacity(model.spec, plan, blocks.value, cost)
+    return CudaRunner(forward, capacity), blocks, length, lines
+
+
+def _capacity(spec: ModelSpec, plan: Plan, blocks: int, cost: StepCost | None) -> Capacity:
+    return Capacity(
+        kv_blocks=[blocks],
+        block_size=plan.block_size,
+        max_rows=plan.max_rows,
+        max_model_len=plan.max_model_len,
+        vocab_size=spec.vocab_size,
+        cost=cost,
+    )
+
+
+def measure_room(forward: Forward, card: Card) -> Room:
+    """Device memory in use now, after the largest step ran, less the trial KV cache."""
+    free, total = torch.cuda.mem_get_info(card.index)
+    forward.capture(limit=1)
+    after, _ = torch.cuda.mem_get_info(card.index)
+    graphs = (free - after) * forward.graph_count
+    return Room(total=total, used=total - free - forward.store.size_bytes, graphs=graphs)
+
+
+def size_kv(settings: Settings, spec: ModelSpec, dtype: torch.dtype, room: Room) -> Resolved[int]:
+    """Blocks of the KV cache. Raises ConfigError if what is left holds none."""
+    if settings.kv_blocks:
+        return Resolved(settings.kv_blocks, "asked for")
+    block_bytes = ledger.kv_bytes_per_token(spec, dtype) * settings.block_size
+    if settings.kv_memory:
+        key, budget = "kv_memory", parse_bytes(settings.kv_memory, "kv_memory")
+        reason = f"kv_memory = {settings.kv_memory}"
+    else:
+        key, share = "gpu_memory_utilization", settings.gpu_memory_utilization
+        budget = int(room.total * share) - room.used - room.graphs - _SLACK_BYTES
+        reason = f"what is left of {share:.0%} of {ledger.show_bytes(room.total)}"
+    blocks = budget // block_bytes - 1  # one is spare
+    if blocks < 1:
+        raise ConfigError(
+            f"{reason} holds no KV block of {ledger.show_bytes(block_bytes)} "
+            f"({settings.block_size} tokens)",
+            param=key,
+        )
+    return Resolved(blocks, reason)

@@ -1,0 +1,48 @@
+"""Backends that tests run on: the processor always, a CUDA device where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headrace.backends.choose import resolve_backend, settled
+from headrace.config import Settings
+from headrace.errors import ConfigError
+from headrace.sources.files import ModelFiles
+
+
+def _without_cuda() -> str:
+    if not Path("/dev/nvidiactl").exists():  # told without torch: most tests do not need it
+        return "no NVIDIA device"
+    try:
+        resolve_backend(Settings(backend="cuda"))
+    except ConfigError as error:
+        return error.message
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+WITHOUT_CUDA = _without_cuda()  # why nothing runs on cuda here; "" = it does
+BACKENDS = ("cpu",) if WITHOUT_CUDA else ("cpu", "cuda")
+
+
+def settings_for(backend: str, **fields: Any) -> Settings:
+    """Settings of a test that runs on every backend. Threads are the processor's."""
+    if backend != "cpu":
+        fields.pop("threads", None)
+    return Settings(backend=backend, **fields)  # type: ignore[arg-type]  # one of BACKENDS
+
+
+def load(backend: str, files: ModelFiles, **fields: Any) -> Any:
+    """A runner of `files` on `backend`."""
+    from headrace.runner.build import load_runner
+
+    settings = settled(settings_for(backend, **fields))
+    return load_runner(settings, files, lambda phase, seconds: None)[0]
+
+
+def kv_tensors(runner: Any) -> list[Any]:
+    """K and V of every layer: [blocks + 1, kv_heads, block_size, head_dim] each."""
+    store = runner._store if hasattr(runner, "_store") else runner._forward.store
+    return [*store.k, *store.v]

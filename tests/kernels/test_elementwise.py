@@ -1,0 +1,117 @@
+"""rms_norm, silu_mul, rotary_write and begin against float64: odd sizes, poisoned outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels import pdl
+from headrace.kernels.begin import begin, begin_reference
+from headrace.kernels.rms_norm import rms_norm, rms_norm_reference
+from headrace.kernels.rotary import rotary_write, rotary_write_reference
+from headrace.kernels.silu_mul import silu_mul, silu_mul_reference
+from tests.kernels.conftest import CUDA, assert_close
+from tests.kernels.paged import paged, written
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EXACT = DTYPES if CUDA else DTYPES[:2]  # the interpreter cuts to bfloat16, it does not round
+LARGE = pytest.mark.skipif(not CUDA, reason="NOT RUN: large shapes need the GPU")
+SIZES = [(1, 16), (3, 53), (5, 640), pytest.param(8192, 5120, marks=LARGE)]  # T, K
+
+
+def draw(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(*shape).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "k"), SIZES)
+def test_rms_norm(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = draw(tokens, k, dtype=dtype, device=device), draw(k, dtype=dtype, device=device)
+    out = torch.full_like(x, float("nan"))
+    rms_norm(x, weight, 1e-5, out=out, with_pdl=pdl.supported(device))
+    assert_close(out, rms_norm_reference(x, weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "k"), SIZES)
+def test_add_and_norm(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = draw(tokens, k, dtype=dtype, device=device), draw(k, dtype=dtype, device=device)
+    ours = draw(tokens, k, dtype=dtype, device=device)
+    theirs = ours.clone()
+    rms_norm(x, weight, 1e-5, residual=ours, out=x, with_pdl=pdl.supported(device))
+    # x was overwritten by the norm: what was added is what the stream gained
+    added = (ours.double() - theirs.double()).to(dtype)
+    assert_close(x, rms_norm_reference(added, weight, 1e-5, residual=theirs), dtype)
+    assert_close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_the_sum_is_rounded_once(dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = draw(4, 96, dtype=dtype, device=device), draw(4, 96, dtype=dtype, device=device)
+    total = (x.double() + residual.double()).to(dtype)
+    rms_norm(x, torch.ones(96, dtype=dtype, device=device), 1e-6, residual=residual)
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "ffn"), [(1, 16), (3, 53), (2, 2050), pytest.param(8192, 13824, marks=LARGE)]
+)
+def test_silu_mul(tokens: int, ffn: int, dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = draw(tokens, 2 * ffn, dtype=dtype, device=device)
+    out = torch.full((tokens, ffn), float("nan"), dtype=dtype, device=device)
+    silu_mul(gate_up, out=out, with_pdl=pdl.supported(device))
+    assert_close(out, silu_mul_reference(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "d"),
+    [(1, 2, 1, 16), (7, 3, 3, 12), (5, 8, 2, 64), pytest.param(8192, 40, 8, 128, marks=LARGE)],
+)
+def test_rotary_write(
+    tokens: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    qkv = draw(tokens, (heads + 2 * kv_heads) * d, dtype=dtype, device=device)
+    ours, theirs = (paged(tokens, kv_heads, d, dtype, device) for _ in range(2))
+    args = (ours.columns, ours.cos, ours.sin)
+    out = torch.full((tokens, heads, d), float("nan"), dtype=dtype, device=device)
+    rotary_write(qkv, *args, ours.k, ours.v, heads, out=out, with_pdl=pdl.supported(device))
+    assert_close(out, rotary_write_reference(qkv, *args, theirs.k, theirs.v, heads), dtype)
+    for mine, reference in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        places = written(reference)
+        assert places.any()
+        assert torch.equal(written(mine), places)
+        assert_close(mine[places], reference[places], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "k"), SIZES)
+def test_begin(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    columns = paged(tokens, 1, 2, dtype, device).columns
+    spare = columns.tables.shape[0] - 1
+    columns.rows[tokens // 2 :: 3] = spare
+    columns.positions[tokens // 2 :: 3] = 0
+    embedding = draw(37, k, dtype=dtype, device=device)
+    last = torch.randint(37, (spare + 1,), dtype=torch.int32).to(device)
+    ids = torch.randint(-20, 37, (tokens,), dtype=torch.int32).clamp(min=-1).to(device)
+    x = torch.full((tokens, k), float("nan"), dtype=dtype, device=device)
+    theirs = dataclasses.replace(columns, positions=columns.positions.clone())
+    their_ids, their_x = ids.clone(), x.clone()
+    begin(ids, last, embedding, columns, x, with_pdl=pdl.supported(device))
+    begin_reference(their_ids, last, embedding, theirs, their_x)
+    assert torch.equal(x, their_x)
+    assert torch.equal(columns.positions, theirs.positions)
+    assert torch.equal(ids, their_ids)
+    begin(ids, last, embedding, columns, x)  # the host said nothing: the newest draws
+    assert torch.equal(x, embedding[last[columns.rows.long()].long()])
+    assert not columns.positions[columns.rows == spare].any()
+
+
+def test_no_tokens_no_launch(device: torch.device) -> None:
+    empty = torch.empty(0, 8, device=device)
+    assert rms_norm(empty, torch.ones(8, device=device), 1e-6).shape == (0, 8)
+    assert silu_mul(empty).shape == (0, 4)

@@ -1,0 +1,128 @@
+"""The arithmetic of the GPU benchmarks: bytes, FLOPs, limits, rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.drive import (
+    Clock,
+    Rows,
+    figure,
+    limits_row,
+    process_age_s,
+    prompts,
+    read_limits,
+    run_works,
+)
+from benchmarks.gpu.shapes import CONFIGS, Shape, shape_of, write_folder
+from benchmarks.gpu.work import ALL, Limits, Work, limit_s
+
+TOY = Shape("toy", hidden=4, ffn=6, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)
+LIMITS = Limits(read_bytes=1000.0, copy_bytes=900.0, flops=1e5)
+
+
+def test_bytes_of_a_toy_by_hand() -> None:
+    q, k, v, out, gate, up, down = 4 * 4, 2 * 4, 2 * 4, 4 * 4, 24, 24, 24
+    layer = q + k + v + out + gate + up + down
+    assert TOY.layer_weights == 2 * layer
+    assert TOY.weight_bytes == 2 * (2 * layer + 40)
+    assert TOY.kv_token_bytes == 2 * 2 * 1 * 2 * 2  # K and V, layers, heads, head_dim, bytes
+    assert TOY.step_bytes(7) == TOY.weight_bytes + 7 * 16
+    # 3 tokens of one prompt: 1 + 2 + 3 pairs, each a dot product and a sum over head_dim.
+    assert TOY.step_flops(3, 1, 6) == 2 * (3 * 2 * layer + 40) + 6 * 2 * (2 * 2 * 2) * 2
+
+
+def test_bytes_of_the_14b() -> None:
+    shape = shape_of("qwen2.5-14b")
+    assert shape.weight_bytes == pytest.approx(28.0e9, rel=0.01)
+    assert shape.kv_token_bytes == 196_608
+    assert shape.head_dim == 128
+
+
+def test_limit_of_a_work_is_the_sum_of_its_steps() -> None:
+    wave = Work("wave", 3, prompt_tokens=2, output_tokens=3)
+    steps = [(6, 0, 9), (3, 9, 9), (3, 12, 12)]  # tokens, KV tokens read, pairs
+    wanted = sum(
+        max(TOY.step_bytes(kv) / 1000.0, TOY.step_flops(tokens, 3, pairs) / 1e5)
+        for tokens, kv, pairs in steps
+    )
+    assert limit_s(wave, TOY, LIMITS) == pytest.approx(wanted)
+
+
+def test_limits_of_the_card_are_what_is_known_of_it() -> None:
+    """28.0 GB at 4.48 TB/s is 6.25 ms a step; 2048 prompt tokens are 0.06 PFLOP."""
+    limits = Limits(read_bytes=4.48e12, copy_bytes=4.1e12, flops=770e12)
+    shape = shape_of("qwen2.5-14b")
+    by_name = {work.name: work for work in ALL}
+    assert limit_s(by_name["wave 1x(32->75)"], shape, limits) / 75 == pytest.approx(
+        6.25e-3, rel=0.01
+    )
+    prefill_s = limit_s(by_name["prefill 1x(2048->1)"], shape, limits)
+    assert prefill_s == pytest.approx(0.0729, rel=0.02)
+
+
+def test_a_figure() -> None:
+    work = Work("wave", 2, 4, 5)
+    row = figure(work, [2.0, 1.0, 4.0], TOY, LIMITS)
+    assert (row["seconds"], row["tok_s"], row["ms_per_token"]) == (2.0, 5.0, 400.0)
+    assert row["fraction"] == pytest.approx(limit_s(work, TOY, LIMITS) / 2.0)
+    assert row["spread"] == 1.5
+    assert figure(Work("prefill", 2, 4, 1), [2.0], TOY, None)["tok_s"] == 4.0
+    assert read_limits(limits_row(LIMITS)) == LIMITS
+
+
+def test_works_without_time_are_named_and_failures_go_on(tmp_path: Path) -> None:
+    rows, clock = Rows(tmp_path / "rows.jsonl", engine="x"), Clock(0)
+    works = [Work("wave", 1, 3, 2, runs=2), Work("wave", 2, 3, 2), Work("wave", 3, 3, 2)]
+    seen: list[tuple[int, int, int, float]] = []
+
+    def generate(given: list[list[int]], tokens: int, temperature: float) -> None:
+        seen.append((len(given), len(given[0]), tokens, temperature))
+        if len(given) == 2:
+            clock._end_s = 0.0
+            raise MemoryError("full")
+
+    run_works(generate, works, TOY, LIMITS, clock, rows)
+    assert seen == [(8, 32, 16, 0.0), (1, 3, 2, 0.0), (1, 3, 2, 0.0), (2, 3, 2, 0.0)]
+    said = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["engine"] for row in said] == ["x"] * 3
+    assert said[0]["runs"] == 2
+    assert said[1]["failed"] == "MemoryError: full"
+    assert said[2]["skipped"] == ["wave 3x(3->2)"]
+
+
+def test_prompts_are_distinct_and_inside_the_vocabulary() -> None:
+    import random
+
+    many = prompts(random.Random(1), Work("wave", 50, 8, 1), 1000)
+    assert len({tuple(prompt) for prompt in many}) == 50
+    assert all(10 <= token < 666 for prompt in many for token in prompt)
+
+
+def test_age_of_this_process() -> None:
+    first = process_age_s()
+    assert 0 < first < process_age_s() < 86400
+
+
+def test_folders(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    from headrace.models.spec import from_hf
+
+    bare = write_folder("tiny", tmp_path)
+    assert [path.name for path in bare.iterdir()] == ["config.json"]
+    with_text = write_folder("tiny", tmp_path, tokenizer=True)
+    made = Tokenizer.from_file(str(with_text / "tokenizer.json"))
+    assert made.get_vocab_size() == 1024
+    assert made.encode("abc").ids == [made.token_to_id(c) for c in "abc"]
+    texts = [made.decode([i]) for i in range(256, 1024)]
+    assert len(set(texts)) == len(texts), "every id has a text of its own"
+    for name, config in CONFIGS.items():
+        spec, shape = from_hf(config), shape_of(name)
+        assert (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn) == (
+            shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn,
+        )  # fmt: skip
+        assert spec.vocab_rows == shape.vocab
