@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from headrace.native.build import Unavailable, build
 
@@ -48,6 +50,15 @@ class Op(Structure):
         ("epsilon", c_float),
         ("window", c_int32),
     ]
+
+
+Parts = Any  # POINTER(POINTER(Matrix)): what Op.parts takes
+
+
+def pointers(matrices: Sequence[Matrix]) -> Parts:
+    """Matrices side by side for Op.parts. Keep the matrices' memory alive."""
+    array = (POINTER(Matrix) * len(matrices))(*(ctypes.pointer(matrix) for matrix in matrices))
+    return ctypes.cast(array, POINTER(POINTER(Matrix)))
 
 
 class Step(Structure):

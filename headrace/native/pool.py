@@ -29,7 +29,7 @@ class Pool:
         assert threads >= 1, "the caller is a thread"
         assert len(cores) in (0, threads), "a core for each thread, or none"
         pins = (ctypes.c_int32 * threads)(*cores) if cores else None
-        self._library = library
+        self.library = library
         self._handle = library.pool_new(threads, pins, spin_us, isa.encode())
         if not self._handle:
             raise ConfigError(f"this processor does not run the {isa} kernels")
@@ -39,10 +39,10 @@ class Pool:
     def run(self, ops: ctypes.Array[Op], step: Step) -> None:
         """Run the ops one after another, each on all threads. One caller at a time."""
         assert self._handle, "the pool is closed"
-        self._library.run(self._handle, ops, len(ops), ctypes.byref(step))
+        self.library.run(self._handle, ops, len(ops), ctypes.byref(step))
 
     def close(self) -> None:
         """End the threads."""
         if self._handle:
-            self._library.pool_free(self._handle)
+            self.library.pool_free(self._handle)
             self._handle = None

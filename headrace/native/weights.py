@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 
 import numpy as np
@@ -67,11 +66,3 @@ class PackedMatrix:
             targets.ctypes.data,
             self.memory.ctypes.data,
         )
-
-
-def pointers(matrices: list[PackedMatrix]) -> ctypes.Array[ctypes._Pointer[Matrix]]:
-    """What Op.parts takes; keep it and the matrices alive."""
-    array = (ctypes.POINTER(Matrix) * len(matrices))()
-    for i, matrix in enumerate(matrices):
-        array[i] = ctypes.pointer(matrix.c)
-    return array

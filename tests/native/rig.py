@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from gguf.quants import dequantize
 from headrace.native import library as abi
 from headrace.native.library import Library, Op, Step
 from headrace.native.pool import Pool
-from headrace.native.weights import Arena, PackedMatrix, pointers
+from headrace.native.weights import Arena, PackedMatrix
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -115,14 +114,14 @@ def linear(
     width = matrices[0].rows if gated else sum(m.rows for m in matrices)
     out = np.full((rows, width), np.nan, np.float32) if add_to is None else add_to.copy()
     acts = acts_buffer(library, rows, columns)
-    parts = pointers(matrices)
+    parts = abi.pointers([matrix.c for matrix in matrices])
     quantise = Op(kind=abi.QUANTISE, width=columns, x=address(x), acts=address(acts))
     product = Op(
         kind=abi.GATED if gated else abi.LINEAR,
         flags=0 if add_to is None else abi.ADD,
         part_count=len(matrices),
         width=width,
-        parts=ctypes.cast(parts, ctypes.POINTER(ctypes.POINTER(abi.Matrix))),
+        parts=parts,
         out=address(out),
         bias=address(bias),
         acts=address(acts),

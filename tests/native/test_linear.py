@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +11,7 @@ from headrace.errors import ModelError
 from headrace.native import library as abi
 from headrace.native.library import Library, Op, Step
 from headrace.native.pool import Pool
-from headrace.native.weights import Arena, PackedMatrix, pointers
+from headrace.native.weights import Arena, PackedMatrix
 from tests.native import rig
 
 FUZZ = settings(
@@ -45,11 +43,11 @@ def test_rows_come_back_as_they_were(pool: Pool, library: Library, name: str) ->
     matrix = rig.pack(library, raw, name, columns)
     ids = np.array([36, 0, 16, 15, 3], np.int32)
     out = np.full((5, columns), np.nan, np.float32)
-    parts = pointers([matrix])
+    parts = abi.pointers([matrix.c])
     op = Op(
         kind=abi.EMBED,
         part_count=1,
-        parts=ctypes.cast(parts, ctypes.POINTER(ctypes.POINTER(abi.Matrix))),
+        parts=parts,
         out=rig.address(out),
     )
     rig.run(pool, [op], Step(tokens=5, ids=rig.address(ids), heads=1, kv_heads=1, head_dim=16))
