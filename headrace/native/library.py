@@ -13,7 +13,7 @@ from headrace.native.build import Unavailable, build
 
 # Kinds and flags of an Op; types of KV caches.
 EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND = range(6)
-ADD, OF_HEAD = 1, 2
+ADD, OF_HEAD, EXACT = 1, 2, 4
 KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8}
 BLOCK, TILE, PANEL = 32, 16, 16  # columns of a block, rows of a tile, rows of a panel
 
@@ -81,7 +81,6 @@ class Step(Structure):
         ("head_dim", c_int32),
         ("block_size", c_int32),
         ("kv_type", c_int32),
-        ("exact", c_int32),
     ]
 
 

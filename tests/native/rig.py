@@ -90,11 +90,11 @@ def quantised(x: Floats) -> Floats:
     rows, columns = x.shape
     padded = np.zeros((rows, -(-columns // 32) * 32), np.float32)
     padded[:, :columns] = x
-    blocks = padded.reshape(rows, -1, 32)
+    blocks = padded.reshape(rows, padded.shape[1] // 32, 32)
     top = np.abs(blocks).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
     q = np.rint(blocks * inverse)
-    values: Floats = (q * (top / np.float32(127))).reshape(rows, -1)[:, :columns]
+    values: Floats = (q * (top / np.float32(127))).reshape(padded.shape)[:, :columns]
     return values
 
 
@@ -115,10 +115,11 @@ def linear(
     out = np.full((rows, width), np.nan, np.float32) if add_to is None else add_to.copy()
     acts = acts_buffer(library, rows, columns)
     parts = abi.pointers([matrix.c for matrix in matrices])
-    quantise = Op(kind=abi.QUANTISE, width=columns, x=address(x), acts=address(acts))
+    how = abi.EXACT if exact else 0
+    quantise = Op(kind=abi.QUANTISE, flags=how, width=columns, x=address(x), acts=address(acts))
     product = Op(
         kind=abi.GATED if gated else abi.LINEAR,
-        flags=0 if add_to is None else abi.ADD,
+        flags=how if add_to is None else how | abi.ADD,
         part_count=len(matrices),
         width=width,
         parts=parts,
@@ -126,5 +127,5 @@ def linear(
         bias=address(bias),
         acts=address(acts),
     )
-    run(pool, [quantise, product], Step(tokens=rows, exact=exact, heads=1, kv_heads=1, head_dim=16))
+    run(pool, [quantise, product], Step(tokens=rows, heads=1, kv_heads=1, head_dim=16))
     return out

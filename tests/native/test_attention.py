@@ -79,7 +79,7 @@ class Case(msgspec.Struct):
         ).astype(np.int32)
         width = max(-(-(start + count) // self.block_size) for start, count in self.sequences)
         blocks = len(counts) * width
-        tables = rng.permutation(blocks).astype(np.int32).reshape(len(counts), width)
+        tables = rng.permutation(blocks).reshape(len(counts), width)
         return rows, positions, tables
 
     def step(self, rows: Array, positions: Array, tables: Array, **more: Any) -> Step:
@@ -99,7 +99,7 @@ class Case(msgspec.Struct):
 
 
 def reference(case: Case, q: Array, k: Array, v: Array, columns: tuple[Array, ...]) -> Array:
-    """q [T, heads, d] (already scaled), k and v [blocks, kv_heads, block_size, d] -> [T, heads, d]."""
+    """q [T, heads, d], scaled; k and v [blocks, kv_heads, block_size, d] -> [T, heads, d]."""
     rows, positions, tables = columns
     out = np.empty(q.shape, np.float64)
     group = case.heads // case.kv_heads
@@ -271,7 +271,7 @@ def test_norm_before_a_product(
     matrix = rig.pack(library, identity.reshape(columns, -1), "Q8_0", columns)
     acts = rig.acts_buffer(library, tokens, columns)
     out = np.full((rows.size, columns), np.nan, np.float32)
-    flags = abi.OF_HEAD if chosen else 0
+    flags = (abi.OF_HEAD if chosen else 0) | (abi.EXACT if exact else 0)
     parts = abi.pointers([matrix.c])
     ops = [
         Op(
@@ -297,7 +297,6 @@ def test_norm_before_a_product(
         tokens=tokens,
         head_count=rows.size,
         head_rows=rig.address(rows),
-        exact=exact,
         heads=1,
         kv_heads=1,
         head_dim=16,

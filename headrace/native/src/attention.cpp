@@ -40,7 +40,7 @@ template <class K> HR_INLINE F read_some(const typename K::Type* p, int n) {
 template <class T> struct Cache {
   const T* base;
   const float* scales;  // a line; null but for int8
-  const int32_t* table;
+  const int64_t* table;
   int32_t block_size, kv_heads, kv_head, width;
 
   HR_INLINE int64_t line(const Cache& c, int position) {

@@ -126,7 +126,7 @@ void quantise(const Work& work) {
           store(block + i, mul(mul(load(block + i), set1(scale)), load(weight + i)));
         }
       }
-      if (work.step->exact) {
+      if (op.flags & kExact) {
         write_exact(block, static_cast<ExactBlock*>(op.acts) + tile * blocks + b, row % kTile);
       } else {
         write_fast(block, static_cast<FastBlock*>(op.acts) + tile * blocks + b, row % kTile);
@@ -151,7 +151,7 @@ void rotate(const Work& work) {
     if (!step.writes[t]) continue;
     float* k = q + step.heads * width;
     const float* v = k + step.kv_heads * width;
-    const int32_t* table = step.tables + static_cast<int64_t>(step.rows[t]) * step.table_width;
+    const int64_t* table = step.tables + static_cast<int64_t>(step.rows[t]) * step.table_width;
     const int64_t block = table[position / step.block_size];
     for (int h = 0; h < step.kv_heads; ++h, k += width, v += width) {
       turn(k, half, cosines, sines, 1.0f);

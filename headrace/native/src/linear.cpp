@@ -188,14 +188,12 @@ const Tiles& tiles_of(int type) {
   }
 }
 
-bool is_plain(int type) { return type == kF32 || type == kF16 || type == kBF16; }
-
 // out [rows][16] = the first `rows` activations of a tile x one panel.
 void product(const Matrix& matrix, int panel, const void* acts, bool exact, int rows, float* out) {
   const Tiles& tiles = tiles_of(matrix.type);
   const int blocks = ceil_div(matrix.columns, kBlock);
   const uint8_t* weights = matrix.data + panel * tiles.panel_bytes(blocks);
-  const TileFn* by_rows = exact || is_plain(matrix.type) ? tiles.exact : tiles.fast;
+  const TileFn* by_rows = exact ? tiles.exact : tiles.fast;
   for (int row = 0; row < rows;) {
     int log = 0;
     const int left = rows - row;
@@ -274,7 +272,7 @@ void embed(const Work& work) {
 
 void linear(const Work& work) {
   const Op& op = *work.op;
-  const bool exact = work.step->exact;
+  const bool exact = op.flags & kExact;
   const int rows = rows_of(op, *work.step), panels = panels_of(op);
   const int group = panels_a_piece(op, work.threads), groups = ceil_div(panels, group);
   const int first_row = work.piece / groups * kRowsAPass, first = work.piece % groups * group;

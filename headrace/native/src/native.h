@@ -48,7 +48,11 @@ enum OpKind : int32_t {
   kRotate,       // x = qkv: q turned and scaled in place, k turned and v to the cache of a layer
   kAttend,       // out = attention of the queries in x over the cache of a layer
 };
-enum OpFlags : int32_t { kAdd = 1, kOfHead = 2 };
+enum OpFlags : int32_t {
+  kAdd = 1,
+  kOfHead = 2,
+  kExact = 4,  // acts are ExactBlocks; the only kind that plain float weights take
+};
 
 struct Op {
   int32_t kind;
@@ -77,7 +81,7 @@ struct Step {
   const int32_t* rows;         // [tokens] row of `tables`
   const int32_t* positions;    // [tokens]
   const int32_t* writes;       // [tokens] 1: store k and v
-  const int32_t* tables;       // [rows, table_width] block ids
+  const int64_t* tables;       // [rows, table_width] block ids
   const float* cosines;        // [positions, head_dim / 2]
   const float* sines;
   int32_t table_width;
@@ -86,5 +90,4 @@ struct Step {
   int32_t head_dim;
   int32_t block_size;          // tokens of a KV block
   int32_t kv_type;             // kF32, kF16, kBF16, or kQ8_0 for int8 with a scale a line
-  int32_t exact;               // 1: activations float32, 0: int8
 };
