@@ -10,6 +10,7 @@ import numpy.typing as npt
 from headrace.errors import ModelError
 from headrace.native.library import Library, Matrix
 
+PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml type -> torch's name
 _CHUNK_BYTES = 32 * 2**20
 _ALIGN_BYTES = 64
 

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from headrace.backends.cpu import device
+from headrace.backends.cpu.forward import TorchForward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Resolved, Settings
 from headrace.engine.protocol import Capacity, Runner
@@ -116,7 +117,7 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
         f"estimate for a step of {settings.max_num_batched_tokens} tokens",
     )
     info = _info(capacity, model, facts, blocks, length, [activations])
-    return TorchRunner(model, store, capacity, threads), info
+    return TorchRunner(TorchForward(model, store), store, capacity, threads), info
 
 
 def _info(

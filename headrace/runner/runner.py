@@ -9,19 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from headrace.backends.cpu.attention import Scratch, StepAttention
+from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
-from headrace.backends.cpu.ops import TorchOps
 from headrace.engine.protocol import Capacity
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
-from headrace.models.layers import Decoder
 from headrace.runner.rows import Rows
 from headrace.sampling.pipeline import sample
 
@@ -62,12 +59,11 @@ class TorchTicket:
 class TorchRunner:
     """A decoder-only model over one KV group; see `engine.protocol.Runner`."""
 
-    def __init__(self, model: Decoder, store: KvStore, capacity: Capacity, threads: int) -> None:
-        self._model, self._store, self._capacity = model, store, capacity
+    def __init__(self, forward: Forward, store: KvStore, capacity: Capacity, threads: int) -> None:
+        self._forward, self._store, self._capacity = forward, store, capacity
         # An overlapped step may run past the last token of a sequence: two blocks to spare.
         width = -(-capacity.max_model_len // capacity.block_size) + 2
         self._rows = Rows(capacity.max_rows, width)
-        self._scratch = Scratch(store.head_dim, model.dtype)
         self._latest: TorchTicket | None = None
         # OpenMP keeps its thread count per thread: the worker sets its own.
         self._worker = ThreadPoolExecutor(
@@ -101,7 +97,8 @@ class TorchRunner:
         """Stop the worker and free the memory."""
         self._worker.shutdown(wait=True)
         self._latest = None
-        del self._model, self._store, self._rows, self._scratch
+        self._forward.close()
+        del self._forward, self._store, self._rows
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue work for the worker thread."""
@@ -132,21 +129,16 @@ class TorchRunner:
 
     def _compute(self, plan: StepPlan) -> Tensor | None:
         _check(plan, self._rows)
-        step = StepAttention(
-            self._store,
-            self._scratch,
-            self._rows.tables[plan.rows],
+        batch = Batch(
+            self._rows.ids(plan.rows, plan.ids),
+            self._rows.tables,
+            plan.rows,
             plan.starts,
             plan.counts,
             plan.unwritten,
+            _sources(plan),
         )
-        ids = self._rows.ids(plan.rows, plan.ids)
-        ops = TorchOps(ids, step, self._model.rotary(step.positions, self._model.dtype))
-        hidden = self._model(ops)
-        if not plan.draw_from:
-            return None
-        lasts = list(accumulate(plan.counts))
-        return self._model.logits(hidden[[lasts[i] - 1 for i in _sources(plan)]], ops)
+        return self._forward.logits(batch)
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:
