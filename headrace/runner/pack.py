@@ -114,5 +114,3 @@ def _bytes(values: Tensor) -> Bytes:
     """values [rows, columns] -> uint8 [rows, bytes of a row]."""
     raw: Bytes = values.detach().contiguous().view(torch.uint8).numpy()
     return raw
-
-

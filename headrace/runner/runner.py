@@ -56,14 +56,17 @@ class TorchTicket:
         return self._result.result()
 
 
+def table_width(capacity: Capacity) -> int:
+    """Blocks of the longest sequence, and two: an overlapped step may run past the last token."""
+    return -(-capacity.max_model_len // capacity.block_size) + 2
+
+
 class TorchRunner:
     """A decoder-only model over one KV group; see `engine.protocol.Runner`."""
 
     def __init__(self, forward: Forward, store: KvStore, capacity: Capacity, threads: int) -> None:
         self._forward, self._store, self._capacity = forward, store, capacity
-        # An overlapped step may run past the last token of a sequence: two blocks to spare.
-        width = -(-capacity.max_model_len // capacity.block_size) + 2
-        self._rows = Rows(capacity.max_rows, width)
+        self._rows = Rows(capacity.max_rows, table_width(capacity))
         self._latest: TorchTicket | None = None
         # OpenMP keeps its thread count per thread: the worker sets its own.
         self._worker = ThreadPoolExecutor(

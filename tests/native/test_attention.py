@@ -20,7 +20,7 @@ FUZZ = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 Array = npt.NDArray[Any]
-ELEMENT = {
+ELEMENT: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),

@@ -62,20 +62,20 @@ class Recorder:
         """See `Ops`."""
         matrices = self._weights[self._names[id(embedding)] + ".weight"]
         out = self._buffers.x
-        self._add(abi.EMBED, matrices, out=out)
+        self._add(abi.EMBED, matrices, {"out": out})
         return out
 
     def qkv(self, layer: int, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         """See `Ops`; q stays beside k and v: [T, heads + 2 kv_heads, d]."""
         b = self._buffers
         self._product(x, norm, linear, b.qkv)
-        self._add(abi.ROTATE, out=b.qkv, k=self._store.k[layer], v=self._store.v[layer])
+        self._add(abi.ROTATE, (), {"out": b.qkv, **self._cache(layer)})
         return b.qkv
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See `Ops`."""
         y = self._buffers.y
-        self._add(abi.ATTEND, x=q, out=y, k=self._store.k[layer], v=self._store.v[layer])
+        self._add(abi.ATTEND, (), {"x": q, "out": y, **self._cache(layer)})
         return y
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
@@ -97,7 +97,7 @@ class Recorder:
         matrices = self._weights[self._head]
         how = abi.OF_HEAD | self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
-        self._add(abi.LINEAR, matrices, flags=how, width=out.shape[1], out=out, acts=True)
+        self._add(abi.LINEAR, matrices, {"out": out}, flags=how, width=out.shape[1], acts=True)
         return out
 
     def _product(
@@ -114,31 +114,35 @@ class Recorder:
         matrices = self._weights[self._names[id(linear)] + ".weight"]
         how = self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
-        more = {"bias": linear.bias} if linear.bias is not None else {}
-        width = out.shape[1]
-        self._add(kind, matrices, flags=how | flags, width=width, out=out, acts=True, **more)
+        tensors = {"out": out}
+        if linear.bias is not None:
+            tensors["bias"] = linear.bias
+        self._add(kind, matrices, tensors, flags=how | flags, width=out.shape[1], acts=True)
+
+    def _cache(self, layer: int) -> dict[str, Tensor]:
+        return {"k": self._store.k[layer], "v": self._store.v[layer]}
 
     def _kind_of_acts(self, matrices: Sequence[PackedMatrix]) -> int:
         plain = any(matrix.ggml_type in PLAIN_TYPES for matrix in matrices)
         return abi.EXACT if self._exact or plain else 0
 
     def _quantise(self, x: Tensor, norm: RMSNorm | None, flags: int) -> None:
-        more = {} if norm is None else {"weight": norm.weight}
-        epsilon = 0.0 if norm is None else norm.eps
-        self._add(
-            abi.QUANTISE, flags=flags, width=x.shape[1], x=x, acts=True, epsilon=epsilon, **more
-        )
+        tensors, epsilon = {"x": x}, 0.0
+        if norm is not None:
+            tensors["weight"], epsilon = norm.weight, norm.eps
+        width = x.shape[1]
+        self._add(abi.QUANTISE, (), tensors, flags=flags, width=width, epsilon=epsilon, acts=True)
 
     def _add(
         self,
         kind: int,
-        matrices: Sequence[PackedMatrix] = (),
+        matrices: Sequence[PackedMatrix],
+        tensors: Mapping[str, Tensor],
         *,
         flags: int = 0,
         width: int = 0,
         epsilon: float = 0.0,
         acts: bool = False,
-        **tensors: Tensor,
     ) -> None:
         for name, tensor in tensors.items():
             assert tensor.is_contiguous(), name
