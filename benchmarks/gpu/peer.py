@@ -112,7 +112,8 @@ def server(folder: Path, flags: tuple[str, ...], environment: dict[str, str]) ->
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
-        *("--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16"),
+        *("--load-format", "dummy", "--dtype", "bfloat16"),
+        *([] if (folder / "tokenizer.json").exists() else ["--skip-tokenizer-init"]),
         *("--gpu-memory-utilization", "0.9", "--max-model-len", str(MODEL_LEN)),
         *("--host", "127.0.0.1", "--port", str(port), *flags),
     ]
@@ -168,6 +169,7 @@ def run_child(name: str, cache: Path, clock: Clock, arguments: list[str]) -> int
 @click.option("--works", type=click.Choice(sorted(LISTS)), default="all", show_default=True)
 @click.option("--http", "over_http", is_flag=True, help="its HTTP server instead")
 @click.option("--flag", "flags", multiple=True, help="a flag of its HTTP server, --key=value")
+@click.option("--with-tokenizer", is_flag=True, help="its HTTP server with a made-up tokenizer")
 @click.option("--warm-start", is_flag=True, help="start it a second time")
 @click.option("--child", default="", hidden=True)
 @click.option("--models", type=click.Path(path_type=Path), default=Path(tempfile.gettempdir()))
@@ -178,6 +180,7 @@ def main(
     works: str,
     over_http: bool,
     flags: tuple[str, ...],
+    with_tokenizer: bool,
     warm_start: bool,
     child: str,
     models: Path,
@@ -185,7 +188,7 @@ def main(
     budget_s: float,
 ) -> None:
     """Measure vLLM."""
-    clock, folder = Clock(budget_s), write_folder(shape, models)
+    clock, folder = Clock(budget_s), write_folder(shape, models, tokenizer=with_tokenizer)
     rows = Rows(out, engine="vllm", shape=shape)
     if importlib.util.find_spec("vllm") is None:
         rows.say(failed="vllm cannot be imported", python=sys.executable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from headrace.kernels.product import Config
+from headrace.kernels.product import Config, shared_bytes
 from headrace.kernels.tuned import default
 
 SHARED_BYTES = 227 << 10  # of one multiprocessor
@@ -18,7 +18,7 @@ IN_FLIGHT_BYTES = 4 << 20
 def worth(config: Config, bucket: int, n: int, k: int) -> bool:
     """Whether it can keep the memory busy, by arithmetic alone."""
     tile = config.block_n * config.block_k * 2
-    shared = (config.block_n + bucket) * config.block_k * 2 * (config.stages - 1)
+    shared = shared_bytes(config, bucket)
     programs = -(-n // config.block_n) * config.split_k
     if not 8192 <= tile <= 32768 or shared > SHARED_BYTES - 1024 or config.block_n > 2 * n:
         return False

@@ -39,7 +39,7 @@ def decode_config(dtype: torch.dtype, head_dim: int) -> DecodeConfig:
         return DecodeConfig(16, 4, 2)
     if head_dim > 128:
         return DecodeConfig(32, 4, 3)
-    return DecodeConfig(64, 4, 3)
+    return DecodeConfig(64, 4, 4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def choose_splits(kv_heads: int, sms: int) -> int:
     launch of programs that find no work; fewer would leave one long sequence to few programs.
     """
     assert min(kv_heads, sms) > 0, (kv_heads, sms)
-    return max(1, -(-2 * sms // kv_heads))
+    return max(1, -(-4 * sms // kv_heads))
 
 
 class Scratch:

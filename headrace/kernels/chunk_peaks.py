@@ -12,7 +12,7 @@ from headrace.kernels.weights import NEG_INF, slope, weight
 @triton.jit
 def chunk_peaks_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     firsts,
@@ -36,12 +36,12 @@ def chunk_peaks_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     row = logits + draw.to(tl.int64) * VOCAB
     z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
-    z = tl.where(z == z, z, float("inf"))
+    z = tl.where(z == z, z, float("inf"))  # NaN is not equal to itself
     peak = tl.max(z, 0)
     tl.store(peaks + at, peak)
     tl.store(firsts + at, tl.min(tl.where(z == peak, ids, VOCAB - 1), 0))
     if WEIGH:
-        temperature = tl.load(params + tl.load(draw_rows + draw) * 8).to(tl.float32, bitcast=True)
+        temperature = tl.load(settings + tl.load(draw_rows + draw) * 8).to(tl.float32, bitcast=True)
         mass = tl.zeros((), tl.int64)
         if (temperature > 0.0) & (peak > NEG_INF) & (peak < float("inf")):
             mass = tl.sum(weight(z, peak, slope(temperature)), 0)

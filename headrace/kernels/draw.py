@@ -32,7 +32,7 @@ def _inside(row, chunk, local, peak, scale, edge, room, VOCAB, CHUNK, TRUNCATE: 
 @triton.jit
 def draw_kernel(
     logits,
-    params,
+    settings,
     positions,
     draw_tokens,
     draw_rows,
@@ -70,7 +70,7 @@ def draw_kernel(
     owner = tl.min(tl.where(chunk_peak == peak, chunk, CHUNKS_PADDED), 0)
     token = tl.load(firsts + draw * CHUNKS + owner)
     if WEIGH:
-        mine = params + device_row * 8
+        mine = settings + device_row * 8
         temperature = tl.load(mine).to(tl.float32, bitcast=True)
         if (temperature > 0.0) & fine:
             scale = slope(temperature)

@@ -36,8 +36,8 @@ Norm = tuple[Tensor, float]  # weight [K], eps
 class Config:
     """How a matrix is streamed. Sizes are powers of two.
 
-    block_n rows a program, block_k columns a turn (of 16 bits; half as many of 32), `stages` - 1
-    tiles in shared memory, `split_k` programs that share the same rows, `prefetch_bytes` of its
+    block_n rows a program, block_k columns a turn (of 16 bits; fewer of 32), `stages` of
+    the pipeline, `split_k` programs that share the same rows, `prefetch_bytes` of its
     rows that a program fetches into the L2 cache while the kernel before ends (0: none; without
     dependent launches none). `fold_norm`: a norm folds into the product where it can; else it is a
     kernel of its own, before.
@@ -50,6 +50,15 @@ class Config:
     split_k: int = 1
     prefetch_bytes: int = 0
     fold_norm: bool = True
+
+
+def shared_bytes(config: Config, bucket: int) -> int:
+    """Shared memory of a program's pipeline for a tile of `bucket` tokens.
+
+    Tiles of 64 tokens go through the asynchronous matrix unit (wgmma), which holds one stage more.
+    """
+    stages = config.stages if bucket == MAX_TOKENS else config.stages - 1
+    return (bucket + config.block_n) * config.block_k * 2 * stages
 
 
 class Workspace:
@@ -80,8 +89,13 @@ def block_m(tokens: int) -> int:
 
 
 def columns_a_turn(x: Tensor, config: Config) -> int:
-    """block_k for elements of this size: a turn has as many bytes in every dtype."""
-    return max(16, config.block_k * 2 // x.element_size())
+    """block_k for elements of this size: no dtype has more bytes a turn.
+
+    float32 has no matrix unit here: more than 64 columns at once spill its registers.
+    """
+    if x.element_size() == 2:
+        return config.block_k
+    return max(16, min(64, config.block_k // 2))
 
 
 def check(x: Tensor, weight: Tensor, norm: Norm | None) -> None:
@@ -167,8 +181,8 @@ def rows_of(group, j, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr):
     if HALF == 0:
         return tl.minimum(group * BN + j, N - 1).to(tl.int64)
     else:
-        pair = tl.minimum(group * (BN // 2) + j // 2, N // 2 - 1).to(tl.int64)
-        return pair // HALF * (2 * HALF) + pair % HALF + (j % 2) * HALF
+        pair = tl.minimum(group * (BN // 2) + j // 2, N // 2 - 1)
+        return (pair // HALF * (2 * HALF) + pair % HALF + (j % 2) * HALF).to(tl.int64)
 
 
 @triton.jit
@@ -206,14 +220,15 @@ def product(
     if PREFETCH > 0:
         end_k = tl.minimum(first_k + TURNS * BK, K)
         fetch(weight, group, first_k, end_k, N, K, HALF, BN, PREFETCH, THREADS)
-    pdl.wait(PDL)
-
-    token = tl.arange(0, BM)
     column = tl.arange(0, BK)
+    if NORM:
+        g = tl.load(gain + first_k + column, mask=first_k + column < K, other=0.0)
+    token = tl.arange(0, BM)
     live = token < m
     row = rows_of(group, tl.arange(0, BN), N, HALF, BN)
     x_at = x + token[:, None] * K + column[None, :]
     weight_at = weight + row[None, :] * K + column[:, None]
+    pdl.wait(PDL)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     gram = tl.zeros((BM, BM), dtype=tl.float32)  # x x^T
     for turn in range(TURNS):
@@ -228,12 +243,11 @@ def product(
                 weight_at + k, mask=inside[:, None], other=0.0, eviction_policy="evict_first"
             )
         if NORM:
-            if EVEN:
-                g = tl.load(gain + k + column)
-            else:
-                g = tl.load(gain + k + column, mask=inside, other=0.0)
+            after = k + BK + column  # a turn ahead: its latency hides behind this turn's products
+            next_g = tl.load(gain + after, mask=after < K, other=0.0)
             gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             a = a * g[None, :]
+            g = next_g
         acc = tl.dot(a, b, acc, input_precision="ieee")
     square = tl.sum(tl.where(token[:, None] == token[None, :], gram, 0.0), axis=1)
 

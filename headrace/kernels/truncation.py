@@ -72,7 +72,7 @@ def _at(sorted_keys, index, N: tl.constexpr):
 @triton.jit
 def bracket_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     masses,
@@ -92,7 +92,7 @@ def bracket_kernel(
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
-    mine = params + tl.load(draw_rows + draw) * 8
+    mine = settings + tl.load(draw_rows + draw) * 8
     temperature, top_k, top_p, _ = _limits(mine, VOCAB)
     chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     fine = (peak > NEG_INF) & (peak < float("inf"))
@@ -143,7 +143,7 @@ def bracket_kernel(
 @triton.jit
 def gather_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     brackets,
@@ -171,20 +171,20 @@ def gather_kernel(
         row = logits + draw.to(tl.int64) * VOCAB
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
         keys = _short(z, LOW)
-        inside = (keys >= low) & (keys < high) & (ids < VOCAB)
-        rank = tl.cumsum(inside.to(tl.int32), 0)
-        start = tl.atomic_add(counts + draw * 2, tl.sum(inside.to(tl.int32), 0))
-        place = start + rank - 1
-        target = candidates + draw.to(tl.int64) * ROOM + place
-        tl.store(target, keys, mask=inside & (place < ROOM))
         if chunk_peak >= high:
-            mine = params + tl.load(draw_rows + draw) * 8
-            scale = slope(tl.load(mine).to(tl.float32, bitcast=True))
+            temperature = tl.load(settings + tl.load(draw_rows + draw) * 8)
+            scale = slope(temperature.to(tl.float32, bitcast=True))
             _, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
             above = keys >= high
             tl.atomic_add(counts + draw * 2 + 1, tl.sum(above.to(tl.int32), 0))
             mass = tl.sum(tl.where(above, weight(z, peak, scale), 0), 0)
             tl.atomic_add(above_mass + draw, mass)
+        inside = (keys >= low) & (keys < high) & (ids < VOCAB)
+        rank = tl.cumsum(inside.to(tl.int32), 0)
+        start = tl.atomic_add(counts + draw * 2, tl.sum(inside.to(tl.int32), 0))
+        place = start + rank - 1
+        mine = candidates + draw.to(tl.int64) * ROOM
+        tl.store(mine + place, keys, mask=inside & (place < ROOM))
 
 
 @triton.jit
@@ -204,10 +204,9 @@ def _measure(source, n, pivots, peak, scale, WEIGH: tl.constexpr, KEYS: tl.const
         else:
             z = tl.load(source + at, mask=real, other=NEG_INF).to(tl.float32)
             keys = _short(z, LOW)
+        value = real.to(tl.int64)
         if WEIGH:
-            value = tl.where(real, weight(z, peak, scale), 0)
-        else:
-            value = real.to(tl.int64)
+            value *= weight(z, peak, scale)
         above = keys.to(tl.int64)[None, :] >= pivots[:, None]
         found += tl.where(above, value[None, :], 0)
         start += BLOCK
@@ -267,7 +266,7 @@ def _edge(
 @triton.jit
 def edge_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     masses,
@@ -288,7 +287,7 @@ def edge_kernel(
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
-    mine = params + tl.load(draw_rows + draw) * 8
+    mine = settings + tl.load(draw_rows + draw) * 8
     temperature, top_k, top_p, min_p = _limits(mine, VOCAB)
     chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     edge = tl.full((), KEEP_ALL, tl.int32)
@@ -336,7 +335,7 @@ def edge_kernel(
 @triton.jit
 def kept_kernel(
     logits,
-    params,
+    settings,
     draw_rows,
     peaks,
     masses,
@@ -360,7 +359,7 @@ def kept_kernel(
         peak = tl.load(peaks + at)
         mass = tl.zeros((), tl.int64)
         if ordered(peak) >= edge:
-            temperature = tl.load(params + tl.load(draw_rows + draw) * 8)
+            temperature = tl.load(settings + tl.load(draw_rows + draw) * 8)
             scale = slope(temperature.to(tl.float32, bitcast=True))
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             row = logits + draw.to(tl.int64) * VOCAB

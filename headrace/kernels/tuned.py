@@ -48,7 +48,7 @@ def default(m: int, n: int) -> Config:
     block_n = 32 if n <= 8192 else 64
     if block_m(m) == 16:
         return Config(block_n, block_k=8192 // block_n, warps=4, stages=4, prefetch_bytes=32768)
-    return Config(block_n, block_k=128, warps=4, stages=3, prefetch_bytes=32768)
+    return Config(block_n, block_k=64, warps=4, stages=4, prefetch_bytes=32768)
 
 
 def choose(

@@ -39,8 +39,8 @@ class DeviceState:
         self._kinds = [0] * max_rows  # places in KINDS
         self._addresses: list[int] = []
         self._values: list[int] = []
-        self._upload = Upload((_PAIRS, 2), device)
-        self._pairs = torch.zeros((_PAIRS, 2), dtype=torch.int32, device=device)
+        self._upload = Upload((1 + _PAIRS, 2), device)
+        self._pairs = torch.zeros((1 + _PAIRS, 2), dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
         """Leaves, joins and grows of a plan, in that order; queued on the current stream."""
@@ -86,9 +86,14 @@ class DeviceState:
         pairs = np.array(list(latest.items()), np.int32)
         for at in range(0, len(pairs), _PAIRS):
             count = min(_PAIRS, len(pairs) - at)
-            self._upload.slot()[:count] = pairs[at : at + count]
-            self._upload.send(self._pairs, count)
-            state.poke(self._all, self._pairs, count)
+            slot = self._upload.slot()
+            slot[0] = count, 0
+            slot[1 : 1 + count] = pairs[at : at + count]
+            self._upload.send(self._pairs, 1 + count)
+            self._poke_device(count)
+
+    def _poke_device(self, count: int) -> None:
+        state.poke(self._all, self._pairs[1 : 1 + count], self._pairs[0, :1])
 
     def taken(self, row: int) -> bool:
         """Whether a sequence owns `row`."""
@@ -100,7 +105,7 @@ class DeviceState:
 
     def compile(self) -> None:
         """Launch the kernel of this table, for `kernels.launch.compiling`."""
-        state.poke(self._all, self._pairs, 0)
+        self._poke_device(1)
 
     @property
     def size_bytes(self) -> int:

@@ -52,9 +52,7 @@ class CudaKvStore:
         """Copy whole blocks, (source, target), as if all at once."""
         if not pairs:
             return
-        sources = {source for source, _ in pairs}
-        assert not any(target in sources for _, target in pairs), "a copied block is overwritten"
         table = torch.tensor(pairs, dtype=torch.int32)
-        if self._all.is_cuda:
-            table = table.pin_memory().to(self._all.device, non_blocking=True)
-        copy_blocks(self._all, table)
+        pinned = table.pin_memory() if self._all.is_cuda else table
+        on_device = pinned.to(self._all.device, non_blocking=True)
+        copy_blocks(self._all[:, 0], self._all[:, 1], table, on_device)

@@ -126,10 +126,10 @@ class CudaOps:
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
         """-> x + linear(y), in place."""
-        return self._add(x, y, weights)
+        return self._add("out", x, y, weights)
 
-    def _add(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
-        config = self._config("linear", self._tokens, weights.weight)
+    def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+        config = self._config(kind, self._tokens, weights.weight)
         if config is not None:
             return linear(
                 y,
@@ -155,13 +155,13 @@ class CudaOps:
             both = buffers.gate_up[:n]
             torch.mm(self._normed(x, norm), weight.t(), out=both)
             silu_mul(both, out=inner, with_pdl=self._place.pdl)
-        return self._add(x, inner, mlp.down)
+        return self._add("down", x, inner, mlp.down)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
         n = x.shape[0]
         out = self._place.buffers.logits[:n]
-        config = self._config("linear", n, weight)
+        config = self._config("head", n, weight)
         if config is None:
             return torch.mm(self._normed(x, norm), weight.t(), out=out)
         gain = (norm.weight, norm.eps)
