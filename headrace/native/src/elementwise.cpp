@@ -18,11 +18,27 @@ Rows rows_of_piece(const Work& work) {
   return {first, first + kRowsAPiece < all ? first + kRowsAPiece : all};
 }
 
+constexpr int kVectors = kBlock / L;
+
 // The 32 columns from `column` on, with zeros past the end of the row.
-HR_INLINE void read_block(const float* x, int column, int width, float* block) {
-  const int count = width - column < kBlock ? width - column : kBlock;
-  memcpy(block, x + column, count * sizeof(float));
-  for (int i = count; i < kBlock; ++i) block[i] = 0.0f;
+HR_INLINE void read_block(const float* x, int column, int width, F* block) {
+  if (column + kBlock <= width) {
+    for (int i = 0; i < kVectors; ++i) block[i] = load(x + column + i * L);
+    return;
+  }
+  float some[kBlock] = {};
+  memcpy(some, x + column, (width - column) * sizeof(float));
+  for (int i = 0; i < kVectors; ++i) block[i] = load(some + i * L);
+}
+
+// Sums of 8 signed bytes, by adding pairs of their unsigned neighbours in one register.
+HR_INLINE int sum_of_8(const int8_t* q) {
+  uint64_t bytes;
+  memcpy(&bytes, q, sizeof bytes);
+  bytes ^= 0x8080808080808080u;  // q + 128
+  const uint64_t even = 0x00ff00ff00ff00ffu;
+  const uint64_t pairs = (bytes & even) + (bytes >> 8 & even);
+  return static_cast<int>(pairs * 0x0001000100010001u >> 48) - 8 * 128;
 }
 
 float norm_scale(const float* x, int width, float epsilon) {
@@ -37,31 +53,25 @@ float norm_scale(const float* x, int width, float epsilon) {
   return 1.0f / sqrtf(squares / static_cast<float>(width) + epsilon);
 }
 
-// A NaN or an infinity in the block makes its scale NaN, so that it is not lost in the rounding.
-void write_fast(const float* x, FastBlock* out, int row) {
-  F high = zero(), check = zero();
-  for (int i = 0; i < kBlock; i += L) {
-    const F v = load(x + i);
-    high = fmax(high, fabs(v));
-    check = fma(v, zero(), check);
-  }
-  const float top = highest(high), scale = top / 127.0f + sum(check);
-  const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
-  F sums[2] = {zero(), zero()};
-  for (int i = 0; i < kBlock; i += L) {
-    const I q = nearest(mul(load(x + i), set1(inverse)));
-    store_i8(out->q[row] + i, q);
-    sums[i / 16] = add(sums[i / 16], to_float(q));
-  }
-  const float low = sum(sums[0]), rest = sum(sums[1]);
+// A NaN or an infinity in the block makes its scale one, so that it is not lost in the rounding.
+HR_INLINE void write_fast(const F* x, FastBlock* out, int row) {
+  F high = zero();
+  for (int i = 0; i < kVectors; ++i) high = magnitude_max(high, x[i]);
+  const float top = highest_magnitude(high), scale = top * (1.0f / 127.0f);
+  const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
+  int8_t* q = out->q[row];
+  for (int i = 0; i < kVectors; ++i) store_i8(q + i * L, nearest(mul(x[i], inverse)));
+  const int low = sum_of_8(q) + sum_of_8(q + 8), rest = sum_of_8(q + 16) + sum_of_8(q + 24);
   out->scale[row] = scale;
-  out->sum[row] = scale * (low + rest);
-  out->half_sum[0][row] = scale * low;
-  out->half_sum[1][row] = scale * rest;
+  out->sum[row] = scale * static_cast<float>(low + rest);
+  out->half_sum[0][row] = scale * static_cast<float>(low);
+  out->half_sum[1][row] = scale * static_cast<float>(rest);
 }
 
-void write_exact(const float* x, ExactBlock* out, int row) {
-  for (int i = 0; i < kBlock; ++i) out->x[i][row] = x[i];
+HR_INLINE void write_exact(const F* x, ExactBlock* out, int row) {
+  float some[kBlock];
+  for (int i = 0; i < kVectors; ++i) store(some + i * L, x[i]);
+  for (int i = 0; i < kBlock; ++i) out->x[i][row] = some[i];
 }
 
 // One line of the cache. Returns the scale of an int8 line.
@@ -118,12 +128,13 @@ void quantise(const Work& work) {
     const float scale = op.weight ? norm_scale(x, width, op.epsilon) : 1.0f;
     const int64_t tile = row / kTile;
     for (int b = 0; b < blocks; ++b) {
-      alignas(64) float block[kBlock], weight[kBlock];
+      F block[kVectors];
       read_block(x, b * kBlock, width, block);
       if (op.weight) {
+        F weight[kVectors];
         read_block(op.weight, b * kBlock, width, weight);
-        for (int i = 0; i < kBlock; i += L) {
-          store(block + i, mul(mul(load(block + i), set1(scale)), load(weight + i)));
+        for (int i = 0; i < kVectors; ++i) {
+          block[i] = mul(mul(block[i], set1(scale)), weight[i]);
         }
       }
       if (op.flags & kExact) {

@@ -35,6 +35,19 @@ HR_INLINE float highest(F a) {
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 
+// Magnitudes compared as integers: a NaN is above infinity and is never lost.
+HR_INLINE F magnitude_max(F magnitudes, F a) {
+  return _mm256_castsi256_ps(
+      _mm256_max_epi32(_mm256_castps_si256(magnitudes), _mm256_castps_si256(fabs(a))));
+}
+HR_INLINE float highest_magnitude(F magnitudes) {
+  const __m256i a = _mm256_castps_si256(magnitudes);
+  __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1));
+  return bits_to_float(static_cast<uint32_t>(_mm_cvtsi128_si32(x)));
+}
+
 HR_INLINE I izero() { return _mm256_setzero_si256(); }
 HR_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 HR_INLINE I nearest(F a) { return _mm256_cvtps_epi32(a); }

@@ -26,6 +26,15 @@ HR_INLINE F fmin(F a, F b) { return _mm512_min_ps(a, b); }
 HR_INLINE F fabs(F a) { return _mm512_abs_ps(a); }
 HR_INLINE float sum(F a) { return _mm512_reduce_add_ps(a); }
 HR_INLINE float highest(F a) { return _mm512_reduce_max_ps(a); }
+// Magnitudes compared as integers: a NaN is above infinity and is never lost.
+HR_INLINE F magnitude_max(F magnitudes, F a) {
+  return _mm512_castsi512_ps(
+      _mm512_max_epi32(_mm512_castps_si512(magnitudes), _mm512_castps_si512(fabs(a))));
+}
+HR_INLINE float highest_magnitude(F magnitudes) {
+  return bits_to_float(
+      static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_castps_si512(magnitudes))));
+}
 
 HR_INLINE I izero() { return _mm512_setzero_si512(); }
 HR_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }

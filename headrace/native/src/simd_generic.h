@@ -39,6 +39,17 @@ HR_INLINE float highest(F a) {
   return x > y ? x : y;
 }
 
+// Magnitudes compared as integers: a NaN is above infinity and is never lost.
+HR_INLINE F magnitude_max(F magnitudes, F a) {
+  const I x = reinterpret_cast<I>(magnitudes), y = reinterpret_cast<I>(fabs(a));
+  return reinterpret_cast<F>(x > y ? x : y);
+}
+HR_INLINE float highest_magnitude(F magnitudes) {
+  const I a = reinterpret_cast<I>(magnitudes);
+  const int32_t x = a[0] > a[1] ? a[0] : a[1], y = a[2] > a[3] ? a[2] : a[3];
+  return bits_to_float(static_cast<uint32_t>(x > y ? x : y));
+}
+
 HR_INLINE I izero() { return I{0, 0, 0, 0}; }
 HR_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
 // Nearest, ties to even: adding 1.5 * 2^23 leaves the integer in the low bits. |a| < 2^22.
