@@ -19,31 +19,33 @@ void fast_tile(const uint8_t* panel, int blocks, const void* acts, int row, floa
     for (int r = 0; r < M; ++r) total[r] = zero();
     const uint8_t* quants = panel + 4 * lane;
     for (int b = 0; b < blocks; ++b, quants += W::kQuantBytes) {
-      const FastBlock& a = tile[b];
+      // One base for each kind of datum: rows and groups are constant distances from it.
+      const int8_t* q = opaque(tile[b].q[row]);
+      const float* scale = opaque(tile[b].scale + row);
       B w[8];
       F d[W::kParts], m[W::kParts];
       W::unpack(quants, w);
       W::scales(scales, b, lane, d, m);
 #pragma GCC unroll 16
       for (int r = 0; r < M; ++r) {
-        const int8_t* q = a.q[row + r];
         I half[2] = {izero(), izero()};
 #pragma GCC unroll 8
         for (int g = 0; g < 8; ++g) {
           // Two chains where there are too few rows to fill the latency of one.
           I& acc = half[W::kParts == 2 || M <= 2 ? g / 4 : 0];
-          acc = W::kSigned ? dot4_q8(acc, w[g], q + 4 * g) : dot4(acc, w[g], q + 4 * g);
+          const int8_t* four = q + r * kBlock + 4 * g;
+          acc = W::kSigned ? dot4_q8(acc, w[g], four) : dot4(acc, w[g], four);
         }
-        const F scale = set1(a.scale[row + r]);
+        const F own = set1(scale[r]);
         if (W::kParts == 2) {
           for (int i = 0; i < W::kParts; ++i) {
-            total[r] = fma(to_float(half[i]), mul(d[i], scale), total[r]);
-            total[r] = fma(m[i], set1(a.half_sum[i][row + r]), total[r]);
+            total[r] = fma(to_float(half[i]), mul(d[i], own), total[r]);
+            total[r] = fma(m[i], set1(scale[(2 + i) * kTile + r]), total[r]);
           }
         } else {
           const I whole = M <= 2 ? iadd(half[0], half[1]) : half[0];
-          total[r] = fma(to_float(whole), mul(d[0], scale), total[r]);
-          if (W::kShifted) total[r] = fma(m[0], set1(a.sum[row + r]), total[r]);
+          total[r] = fma(to_float(whole), mul(d[0], own), total[r]);
+          if (W::kShifted) total[r] = fma(m[0], set1(scale[kTile + r]), total[r]);
         }
       }
     }
@@ -78,7 +80,7 @@ void exact_tile(const uint8_t* panel, int blocks, const void* acts, int row, flo
       W::scales(scales, b, lane, d, m);
 #pragma GCC unroll 8
       for (int g = 0; g < 8; ++g) {
-        const float* x = tile[b].x[4 * g] + row;
+        const float* x = opaque(tile[b].x[4 * g] + row);
         const int i = W::kParts == 2 ? g / 4 : 0;
         exact_column<W, 0, M>(w[g], d[i], m[i], x, total);
         exact_column<W, 1, M>(w[g], d[i], m[i], x, total);

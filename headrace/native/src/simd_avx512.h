@@ -85,9 +85,16 @@ template <int J> HR_INLINE F byte_to_float(B a) {
 }
 template <int J> HR_INLINE F q8_to_float(B a) { return byte_to_float<J>(a); }
 
+struct __attribute__((packed, may_alias)) Four {
+  int32_t value;
+};
 // acc + the sum over each lane's 4 bytes of weight (unsigned) x activation (signed).
 HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
-  return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(four_bytes(activations)));
+  // The intrinsic would broadcast in an instruction of its own, and issue is what limits.
+  asm("vpdpbusd %2%{1to16%}, %1, %0"
+      : "+v"(acc)
+      : "v"(weights), "m"(*reinterpret_cast<const Four*>(activations)));
+  return acc;
 }
 HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
   return dot4(acc, weights, activations);
