@@ -1,7 +1,7 @@
 // How the weights of one panel (16 rows) lie in memory, and how a vector of L rows is read.
 //
-// A panel holds its quants, block after block of 32 columns, then its scales. Quants of a block are
-// 8 groups of 4 columns; a group is 64 bytes, byte 4 r + j = row r, column 4 g + j, so that L rows
+// A panel is one stream of runs: the quants of one or 8 blocks of 32 columns, then their scales.
+// Quants of a block are 8 groups of 4 columns; a group is 64 bytes, byte 4 r + j = row r, column 4 g + j, so that L rows
 // are one vector of L lanes of 4 bytes. Smaller quants share bytes: in a byte of group g (g < 4) the
 // high nibble belongs to group g + 4. A fifth bit of group g is bit g of one more group; fifth and
 // sixth bits are bits 2 (g % 4) of group g / 4 of two more.
@@ -15,7 +15,7 @@ namespace HR_ISA {
 constexpr int kGroupBytes = 4 * kPanel;
 constexpr int kLaneBytes = 4 * L;
 
-// `q` points at the block's quants and `s` at the panel's scales, both at the first of the L rows.
+// `q`: the block's quants at the first of the L rows. `s`: the scales of the run; `b` < kRun.
 struct Nibbles {
   static constexpr int kQuantBytes = 4 * kGroupBytes;
   static constexpr bool kSigned = false;
@@ -72,53 +72,49 @@ struct EightBits {
 
 HR_INLINE const uint16_t* halves(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
-// Scales: d half [16] a block.
+// d half [16].
 template <int Zero> struct Scaled {
   static constexpr int kParts = 1;  // scales a block of 32
   static constexpr bool kShifted = Zero != 0;
-  HR_INLINE int scale_bytes(int blocks) { return blocks * 2 * kPanel; }
-  HR_INLINE void scales(const uint8_t* s, int b, int lane, F* d, F* m) {
-    *d = load_f16(halves(s + b * 2 * kPanel) + lane);
+  static constexpr int kRun = 1, kScaleBytes = 2 * kPanel;
+  HR_INLINE void read(const uint8_t* s, int, int lane, F* d, F* m) {
+    *d = load_f16(halves(s) + lane);
     *m = mul(*d, set1(-static_cast<float>(Zero)));
   }
 };
 
-// d half [16], m half [16] a block.
+// d half [16], m half [16].
 struct Shifted {
   static constexpr int kParts = 1;
   static constexpr bool kShifted = true;
-  HR_INLINE int scale_bytes(int blocks) { return blocks * 4 * kPanel; }
-  HR_INLINE void scales(const uint8_t* s, int b, int lane, F* d, F* m) {
-    *d = load_f16(halves(s + b * 4 * kPanel) + lane);
-    *m = load_f16(halves(s + b * 4 * kPanel) + kPanel + lane);
+  static constexpr int kRun = 1, kScaleBytes = 4 * kPanel;
+  HR_INLINE void read(const uint8_t* s, int, int lane, F* d, F* m) {
+    *d = load_f16(halves(s) + lane);
+    *m = load_f16(halves(s) + kPanel + lane);
   }
 };
 
-// A super-block of 8 blocks: d half [16], dmin half [16], then scale u8 [16], min u8 [16] a block.
+// 8 blocks: d half [16], dmin half [16], then scale u8 [16], min u8 [16] a block.
 struct SuperShifted {
   static constexpr int kParts = 1;
   static constexpr bool kShifted = true;
-  static constexpr int kSuperBytes = 4 * kPanel + 8 * 2 * kPanel;
-  HR_INLINE int scale_bytes(int blocks) { return blocks / 8 * kSuperBytes; }
-  HR_INLINE void scales(const uint8_t* s, int b, int lane, F* d, F* m) {
-    const uint8_t* super = s + b / 8 * kSuperBytes;
-    const uint8_t* own = super + 4 * kPanel + b % 8 * 2 * kPanel + lane;
-    *d = mul(load_f16(halves(super) + lane), load_u8(own));
-    const F low = mul(load_f16(halves(super) + kPanel + lane), load_u8(own + kPanel));
+  static constexpr int kRun = 8, kScaleBytes = 4 * kPanel + kRun * 2 * kPanel;
+  HR_INLINE void read(const uint8_t* s, int b, int lane, F* d, F* m) {
+    const uint8_t* own = s + 4 * kPanel + b * 2 * kPanel + lane;
+    *d = mul(load_f16(halves(s) + lane), load_u8(own));
+    const F low = mul(load_f16(halves(s) + kPanel + lane), load_u8(own + kPanel));
     *m = sub(zero(), low);
   }
 };
 
-// A super-block of 8 blocks: d half [16], then scale i8 [2][16] a block, one for each 16 columns.
+// 8 blocks: d half [16], then scale i8 [2][16] a block, one for each 16 columns.
 struct SuperHalves {
   static constexpr int kParts = 2;
   static constexpr bool kShifted = true;
-  static constexpr int kSuperBytes = 2 * kPanel + 8 * 2 * kPanel;
-  HR_INLINE int scale_bytes(int blocks) { return blocks / 8 * kSuperBytes; }
-  HR_INLINE void scales(const uint8_t* s, int b, int lane, F* d, F* m) {
-    const uint8_t* super = s + b / 8 * kSuperBytes;
-    const int8_t* own = reinterpret_cast<const int8_t*>(super) + 2 * kPanel + b % 8 * 2 * kPanel;
-    const F whole = load_f16(halves(super) + lane);
+  static constexpr int kRun = 8, kScaleBytes = 2 * kPanel + kRun * 2 * kPanel;
+  HR_INLINE void read(const uint8_t* s, int b, int lane, F* d, F* m) {
+    const int8_t* own = reinterpret_cast<const int8_t*>(s) + 2 * kPanel + b * 2 * kPanel;
+    const F whole = load_f16(halves(s) + lane);
     for (int i = 0; i < 2; ++i) {
       d[i] = mul(whole, load_i8(own + i * kPanel + lane));
       m[i] = mul(d[i], set1(-32.0f));
@@ -127,10 +123,21 @@ struct SuperHalves {
 };
 
 template <class Quants, class Scales> struct Format : Quants, Scales {
-  static constexpr int kParts = Scales::kParts;
+  static constexpr int kRunBytes = Scales::kRun * Quants::kQuantBytes + Scales::kScaleBytes;
+
   HR_INLINE int64_t panel_bytes(int blocks) {
-    return (static_cast<int64_t>(blocks) * Quants::kQuantBytes + Scales::scale_bytes(blocks) + 63) /
-           64 * 64;
+    return (static_cast<int64_t>(blocks / Scales::kRun) * kRunBytes + 63) / 64 * 64;
+  }
+  template <class T> HR_INLINE T* quants_of(T* panel, int b) {
+    return panel + static_cast<int64_t>(b / Scales::kRun) * kRunBytes +
+           b % Scales::kRun * Quants::kQuantBytes;
+  }
+  template <class T> HR_INLINE T* scales_of(T* panel, int b) {
+    return panel + static_cast<int64_t>(b / Scales::kRun) * kRunBytes +
+           Scales::kRun * Quants::kQuantBytes;
+  }
+  HR_INLINE void scales(const uint8_t* panel, int b, int lane, F* d, F* m) {
+    Scales::read(scales_of(panel, b), b % Scales::kRun, lane, d, m);
   }
 };
 

@@ -10,22 +10,30 @@ namespace HR_ISA {
 
 namespace {
 
+constexpr int kAheadBytes = 4096;
+
+// With few rows a panel is bound by memory: ask for the lines of a later block or panel.
+template <int Bytes> HR_INLINE void fetch_ahead(const uint8_t* quants) {
+#pragma GCC unroll 8
+  for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(quants + kAheadBytes + i);
+}
+
 template <class W, int M>
 void fast_tile(const uint8_t* panel, int blocks, const void* acts, int row, float* out) {
-  const uint8_t* scales = panel + static_cast<int64_t>(blocks) * W::kQuantBytes;
   const FastBlock* tile = static_cast<const FastBlock*>(acts);
   for (int lane = 0; lane < kPanel; lane += L) {
     F total[M];
     for (int r = 0; r < M; ++r) total[r] = zero();
-    const uint8_t* quants = panel + 4 * lane;
-    for (int b = 0; b < blocks; ++b, quants += W::kQuantBytes) {
+    for (int b = 0; b < blocks; ++b) {
+      const uint8_t* quants = W::quants_of(panel, b) + 4 * lane;
+      if (M <= 8) fetch_ahead<W::kRunBytes / W::kRun>(quants);
       // One base for each kind of datum: rows and groups are constant distances from it.
       const int8_t* q = opaque(tile[b].q[row]);
       const float* scale = opaque(tile[b].scale + row);
       B w[8];
       F d[W::kParts], m[W::kParts];
       W::unpack(quants, w);
-      W::scales(scales, b, lane, d, m);
+      W::scales(panel, b, lane, d, m);
 #pragma GCC unroll 16
       for (int r = 0; r < M; ++r) {
         I half[2] = {izero(), izero()};
@@ -67,17 +75,15 @@ HR_INLINE void exact_column(B group, F d, F m, const float* x, F* total) {
 
 template <class W, int M>
 void exact_tile(const uint8_t* panel, int blocks, const void* acts, int row, float* out) {
-  const uint8_t* scales = panel + static_cast<int64_t>(blocks) * W::kQuantBytes;
   const ExactBlock* tile = static_cast<const ExactBlock*>(acts);
   for (int lane = 0; lane < kPanel; lane += L) {
     F total[M];
     for (int r = 0; r < M; ++r) total[r] = zero();
-    const uint8_t* quants = panel + 4 * lane;
-    for (int b = 0; b < blocks; ++b, quants += W::kQuantBytes) {
+    for (int b = 0; b < blocks; ++b) {
       B w[8];
       F d[W::kParts], m[W::kParts];
-      W::unpack(quants, w);
-      W::scales(scales, b, lane, d, m);
+      W::unpack(W::quants_of(panel, b) + 4 * lane, w);
+      W::scales(panel, b, lane, d, m);
 #pragma GCC unroll 8
       for (int g = 0; g < 8; ++g) {
         const float* x = opaque(tile[b].x[4 * g] + row);
@@ -111,12 +117,11 @@ void float_tile(const uint8_t* panel, int blocks, const void* acts, int row, flo
 // Row `row` of a panel as floats [columns].
 template <class W> void quantised_row(const uint8_t* panel, int columns, int row, float* out) {
   const int blocks = ceil_div(columns, kBlock), lane = row / L * L;
-  const uint8_t* scales = panel + static_cast<int64_t>(blocks) * W::kQuantBytes;
   for (int b = 0; b < blocks; ++b) {
     B w[8];
     F d[W::kParts], m[W::kParts];
-    W::unpack(panel + static_cast<int64_t>(b) * W::kQuantBytes + 4 * lane, w);
-    W::scales(scales, b, lane, d, m);
+    W::unpack(W::quants_of(panel, b) + 4 * lane, w);
+    W::scales(panel, b, lane, d, m);
     for (int g = 0; g < 8; ++g) {
       const int i = W::kParts == 2 ? g / 4 : 0;
       float lanes[4][L];

@@ -75,91 +75,90 @@ void read_six_bit_scales(const uint8_t* raw, int b, uint8_t* scale, uint8_t* min
   }
 }
 
-struct Target {
-  uint8_t* quants;  // of the panel, at the row
-  uint8_t* scales;  // of the panel
-  int row;          // in the panel
-};
-
 // Types with blocks of 32: half d (, half m), then (4 bytes of fifth bits,) the quants.
-void pack_small(int type, int columns, const uint8_t* raw, const Target& to) {
-  const bool shifted = type == kQ4_1 || type == kQ5_1;
-  const bool five = type == kQ5_0 || type == kQ5_1;
-  const int bits = type == kQ8_0 ? 8 : five ? 5 : 4, halves = shifted ? 2 : 1;
+template <class W, int Bits, int Halves>
+void pack_small(int columns, const uint8_t* raw, int row, uint8_t* panel) {
   for (int b = 0; b < columns / kBlock; ++b) {
     Block block;
-    for (int i = 0; i < halves; ++i) put_half(to.scales, b * halves + i, to.row, raw + 2 * i);
-    raw += 2 * halves;
-    if (bits == 8) {
+    for (int i = 0; i < Halves; ++i) put_half(W::scales_of(panel, b), i, row, raw + 2 * i);
+    raw += 2 * Halves;
+    if (Bits == 8) {
       memcpy(block.q, raw, kBlock);
-    } else if (five) {
+    } else if (Bits == 5) {
       read_fives(raw, raw + 4, &block);
       raw += 4;
     } else {
       read_nibbles(raw, &block);
     }
-    raw += bits == 8 ? 32 : 16;
-    write_block(block, bits, to.quants + static_cast<int64_t>(b) * (bits * kGroupBytes));
+    raw += Bits == 8 ? 32 : 16;
+    write_block(block, Bits, W::quants_of(panel, b) + 4 * row);
   }
 }
 
 // Q4_K: d, dmin, 12 bytes of scales, 128 of nibbles. Q5_K: 32 bytes of fifth bits before those.
-void pack_super_shifted(int type, int columns, const uint8_t* raw, const Target& to) {
-  const int bits = type == kQ5_K ? 5 : 4, size = type == kQ5_K ? 176 : 144;
+template <class W, int Bits>
+void pack_super_shifted(int columns, const uint8_t* raw, int row, uint8_t* panel) {
+  constexpr int kSize = Bits == 5 ? 176 : 144;
   for (int b = 0; b < columns / kBlock; ++b) {
-    const uint8_t* super = raw + b / 8 * size;
-    const uint8_t* nibbles = super + 16 + (bits == 5 ? 32 : 0);
-    uint8_t* scales = to.scales + b / 8 * SuperShifted::kSuperBytes;
+    const uint8_t* super = raw + b / 8 * kSize;
+    uint8_t* scales = W::scales_of(panel, b);
     Block block;
-    read_super(nibbles, b % 8, &block);
-    for (int i = 0; i < kBlock && bits == 5; ++i) {
+    read_super(super + kSize - 128, b % 8, &block);
+    for (int i = 0; i < kBlock && Bits == 5; ++i) {
       block.q[i] |= (super[16 + i] >> (b % 8) & 1) << 4;
     }
-    write_block(block, bits, to.quants + static_cast<int64_t>(b) * (bits * kGroupBytes));
+    write_block(block, Bits, W::quants_of(panel, b) + 4 * row);
     if (b % 8 == 0) {
-      put_half(scales, 0, to.row, super);
-      put_half(scales, 1, to.row, super + 2);
+      put_half(scales, 0, row, super);
+      put_half(scales, 1, row, super + 2);
     }
-    uint8_t* own = scales + 4 * kPanel + b % 8 * 2 * kPanel + to.row;
+    uint8_t* own = scales + 4 * kPanel + b % 8 * 2 * kPanel + row;
     read_six_bit_scales(super + 4, b % 8, own, own + kPanel);
   }
 }
 
 // Q6_K: 128 bytes of low nibbles, 64 of high bits, 16 signed scales, d.
-void pack_super_halves(int columns, const uint8_t* raw, const Target& to) {
+void pack_super_halves(int columns, const uint8_t* raw, int row, uint8_t* panel) {
   for (int b = 0; b < columns / kBlock; ++b) {
     const uint8_t* super = raw + b / 8 * 210;
-    uint8_t* scales = to.scales + b / 8 * SuperHalves::kSuperBytes;
+    uint8_t* scales = Q6_K::scales_of(panel, b);
     Block block;
     read_sixes(super, super + 128, b % 8, &block);
-    write_block(block, 6, to.quants + static_cast<int64_t>(b) * (6 * kGroupBytes));
-    if (b % 8 == 0) put_half(scales, 0, to.row, super + 208);
+    write_block(block, 6, Q6_K::quants_of(panel, b) + 4 * row);
+    if (b % 8 == 0) put_half(scales, 0, row, super + 208);
     for (int i = 0; i < 2; ++i) {
-      scales[2 * kPanel + (b % 8 * 2 + i) * kPanel + to.row] = super[192 + b % 8 * 2 + i];
+      scales[2 * kPanel + (b % 8 * 2 + i) * kPanel + row] = super[192 + b % 8 * 2 + i];
     }
   }
 }
 
+template <int Size> void pack_plain(int columns, const uint8_t* raw, int row, uint8_t* panel) {
+  for (int64_t k = 0; k < columns; ++k) {
+    memcpy(panel + (k * kPanel + row) * Size, raw + k * Size, Size);
+  }
+}
+
 struct Layout {
-  int quant_bytes;  // of a block of a panel; 0 = plain floats
-  int block;        // columns that a row must be a multiple of
-  int raw_block_bytes;
+  int block;            // columns that a row must be a multiple of
+  int raw_block_bytes;  // of them in a GGUF file
   int64_t (*panel_bytes)(int blocks);
+  // `raw`: one row as ggml stores it; `row`: its place in the panel.
+  void (*pack)(int columns, const uint8_t* raw, int row, uint8_t* panel);
 };
 
 bool layout_of(int type, Layout* out) {
   switch (type) {
-    case kF32: *out = {0, 1, 4, F32Weights::panel_bytes}; return true;
-    case kF16: *out = {0, 1, 2, F16Weights::panel_bytes}; return true;
-    case kBF16: *out = {0, 1, 2, BF16Weights::panel_bytes}; return true;
-    case kQ4_0: *out = {Q4_0::kQuantBytes, 32, 18, Q4_0::panel_bytes}; return true;
-    case kQ4_1: *out = {Q4_1::kQuantBytes, 32, 20, Q4_1::panel_bytes}; return true;
-    case kQ5_0: *out = {Q5_0::kQuantBytes, 32, 22, Q5_0::panel_bytes}; return true;
-    case kQ5_1: *out = {Q5_1::kQuantBytes, 32, 24, Q5_1::panel_bytes}; return true;
-    case kQ8_0: *out = {Q8_0::kQuantBytes, 32, 34, Q8_0::panel_bytes}; return true;
-    case kQ4_K: *out = {Q4_K::kQuantBytes, 256, 144, Q4_K::panel_bytes}; return true;
-    case kQ5_K: *out = {Q5_K::kQuantBytes, 256, 176, Q5_K::panel_bytes}; return true;
-    case kQ6_K: *out = {Q6_K::kQuantBytes, 256, 210, Q6_K::panel_bytes}; return true;
+    case kF32: *out = {1, 4, F32Weights::panel_bytes, pack_plain<4>}; return true;
+    case kF16: *out = {1, 2, F16Weights::panel_bytes, pack_plain<2>}; return true;
+    case kBF16: *out = {1, 2, BF16Weights::panel_bytes, pack_plain<2>}; return true;
+    case kQ4_0: *out = {32, 18, Q4_0::panel_bytes, pack_small<Q4_0, 4, 1>}; return true;
+    case kQ4_1: *out = {32, 20, Q4_1::panel_bytes, pack_small<Q4_1, 4, 2>}; return true;
+    case kQ5_0: *out = {32, 22, Q5_0::panel_bytes, pack_small<Q5_0, 5, 1>}; return true;
+    case kQ5_1: *out = {32, 24, Q5_1::panel_bytes, pack_small<Q5_1, 5, 2>}; return true;
+    case kQ8_0: *out = {32, 34, Q8_0::panel_bytes, pack_small<Q8_0, 8, 1>}; return true;
+    case kQ4_K: *out = {256, 144, Q4_K::panel_bytes, pack_super_shifted<Q4_K, 4>}; return true;
+    case kQ5_K: *out = {256, 176, Q5_K::panel_bytes, pack_super_shifted<Q5_K, 5>}; return true;
+    case kQ6_K: *out = {256, 210, Q6_K::panel_bytes, pack_super_halves}; return true;
     default: return false;
   }
 }
@@ -180,22 +179,7 @@ void pack_rows(int type, int columns, const uint8_t* raw, int count, const int32
   const int64_t panel_bytes = layout.panel_bytes(blocks);
   const int64_t row_bytes = static_cast<int64_t>(columns / layout.block) * size;
   for (int i = 0; i < count; ++i, raw += row_bytes) {
-    uint8_t* panel = out + targets[i] / kPanel * panel_bytes;
-    const int row = targets[i] % kPanel;
-    if (layout.quant_bytes == 0) {
-      for (int64_t k = 0; k < columns; ++k) {
-        memcpy(panel + (k * kPanel + row) * size, raw + k * size, size);
-      }
-      continue;
-    }
-    const Target to{panel + 4 * row, panel + static_cast<int64_t>(blocks) * layout.quant_bytes, row};
-    if (type == kQ4_K || type == kQ5_K) {
-      pack_super_shifted(type, columns, raw, to);
-    } else if (type == kQ6_K) {
-      pack_super_halves(columns, raw, to);
-    } else {
-      pack_small(type, columns, raw, to);
-    }
+    layout.pack(columns, raw, targets[i] % kPanel, out + targets[i] / kPanel * panel_bytes);
   }
 }
 
