@@ -12,7 +12,7 @@ from typing import Any
 from headrace.native.build import Unavailable, build
 
 # Kinds and flags of an Op; types of KV caches.
-EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND = range(6)
+EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS = range(7)
 ADD, OF_HEAD, EXACT = 1, 2, 4
 KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8}
 BLOCK, TILE, PANEL = 32, 16, 16  # columns of a block, rows of a tile, rows of a panel
@@ -49,6 +49,9 @@ class Op(Structure):
         ("v_scales", c_void_p),
         ("epsilon", c_float),
         ("window", c_int32),
+        ("best", c_void_p),
+        ("finite", c_void_p),
+        ("stride", c_int32),
     ]
 
 

@@ -149,14 +149,17 @@ class TorchRunner:
         if logits is None:
             return StepResult(plan.step, [], [], busy_s)
         began_s = time.perf_counter()
+        peaks = self._forward.peaks(logits)
+        best, finite = peaks.best, peaks.finite
         sources = {row: i for i, row in enumerate(_sources(plan))}
         if len(sources) != len(plan.draw_from):
-            logits = logits[[sources[row] for row in plan.draw_from]]
-        broken = _not_finite(logits)
+            order = [sources[row] for row in plan.draw_from]
+            logits, best, finite = logits[order], best[order], finite[order]
+        broken = [] if finite.all() else (~finite).nonzero()[:, 0].tolist()
         if broken:
             logits[broken] = 0.0  # drawn like any other row, then thrown away
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
-        drawn = sample(logits, self._rows.draws(plan.draw_into, positions))
+        drawn = sample(logits, self._rows.draws(plan.draw_into, positions), best=best)
         self._rows.last[plan.draw_into] = drawn
         tokens = drawn.tolist()
         for j in broken:
@@ -178,10 +181,3 @@ def _check(plan: StepPlan, rows: Rows) -> None:
     assert not plan.draw_at, "this runner draws from last positions"
     for i in plan.draw_from:
         assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"
-
-
-def _not_finite(logits: Tensor) -> list[int]:
-    """Rows with a NaN or an infinity."""
-    low, high = logits.aminmax(dim=-1)
-    fine = torch.isfinite(low) & torch.isfinite(high)  # NaN passes through aminmax
-    return [] if fine.all() else (~fine).nonzero()[:, 0].tolist()

@@ -308,3 +308,26 @@ def test_norm_before_a_product(
     # A value on the edge between two steps of int8 may fall on either side.
     step_size = 0 if exact else np.abs(normed).max(initial=0) / 127
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5 + step_size)
+
+
+@FUZZ
+@given(rows=st.integers(1, 5), width=st.integers(1, 90), seed=st.integers(0, 2**31))
+def test_peaks(pool: Pool, rows: int, width: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    # Few different values: ties are common, and the first one counts.
+    x = rng.integers(-3, 4, (rows, width + 3)).astype(np.float32)
+    bad = rng.integers(0, 3, rows) == 0
+    x[bad, rng.integers(0, width)] = rng.choice([np.nan, np.inf, -np.inf])
+    x[:, width:] = np.nan  # past the width
+    best, finite = np.full(rows, -7, np.int64), np.full(rows, -7, np.int32)
+    op = Op(
+        kind=abi.PEAKS,
+        width=width,
+        stride=width + 3,
+        x=rig.address(x),
+        best=rig.address(best),
+        finite=rig.address(finite),
+    )
+    rig.run(pool, [op], Step(head_count=rows))
+    np.testing.assert_array_equal(finite, ~bad)
+    np.testing.assert_array_equal(best[~bad], x[~bad, :width].argmax(-1))

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from headrace.backends.cpu.attention import Scratch, StepAttention
@@ -40,12 +41,25 @@ class Batch(msgspec.Struct, frozen=True):
         return [ends[i] - 1 for i in self.chosen]
 
 
+class Peaks(msgspec.Struct, frozen=True):
+    """Of each row of logits: the first largest (any, if not finite), and whether all are finite.
+
+    best [n] int64, finite [n] bool.
+    """
+
+    best: Tensor
+    finite: Tensor
+
+
 class Forward(Protocol):
     """Computes batches over a KV store that it was given."""
 
     def logits(self, batch: Batch) -> Tensor | None:
         """[len(chosen), vocab_size] float32, the caller's to change until the next call; None if
         no row is chosen."""
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        """Of what `logits` returned last, before it was changed."""
 
     def close(self) -> None:
         """Free threads and memory."""
@@ -72,6 +86,11 @@ class TorchForward:
         ops = TorchOps(batch.ids, step, rotary)
         hidden = self._model(ops)
         return self._model.logits(hidden[batch.last_tokens()], ops) if batch.chosen else None
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        """See `Forward`."""
+        low, high = logits.aminmax(dim=-1)  # NaN passes through
+        return Peaks(logits.argmax(-1), torch.isfinite(low) & torch.isfinite(high))
 
     def close(self) -> None:
         """Drop the model."""

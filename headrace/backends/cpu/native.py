@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.backends.cpu.forward import Batch
+from headrace.backends.cpu.forward import Batch, Peaks
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.models.layers import Decoder, Embedding, Linear, RMSNorm, SwiGLU
 from headrace.native import library as abi
@@ -23,6 +23,8 @@ from headrace.native.pool import Pool
 from headrace.native.weights import PLAIN_TYPES, PackedMatrix
 
 _FIRST_ROOM = 256  # tokens; grows to the largest step seen
+
+_TYPES = {"best": torch.int64, "finite": torch.int32}  # of an op's tensors that are not float32
 
 Weights = Mapping[str, Sequence[PackedMatrix]]  # parameter name -> matrices, in order of rows
 
@@ -38,6 +40,8 @@ class Buffers:
         self.y = torch.empty(tokens, spec.heads * spec.head_dim)
         self.gated = torch.empty(tokens, spec.ffn)
         self.logits = torch.empty(rows, spec.vocab_rows)
+        self.best = torch.empty(rows, dtype=torch.int64)
+        self.finite = torch.empty(rows, dtype=torch.int32)
         widest = max(spec.hidden, spec.ffn, spec.heads * spec.head_dim)
         blocks = -(-max(tokens, rows) // abi.TILE) * -(-widest // abi.BLOCK)
         block_bytes = max(pool.library.fast_block_bytes, pool.library.exact_block_bytes)
@@ -98,6 +102,9 @@ class Recorder:
         how = abi.OF_HEAD | self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
         self._add(abi.LINEAR, matrices, {"out": out}, flags=how, width=out.shape[1], acts=True)
+        found = {"x": out, "best": self._buffers.best, "finite": self._buffers.finite}
+        self._add(abi.PEAKS, (), found, width=weight.shape[0])
+        self.ops[-1].stride = out.shape[1]
         return out
 
     def _product(
@@ -146,7 +153,7 @@ class Recorder:
     ) -> None:
         for name, tensor in tensors.items():
             assert tensor.is_contiguous(), name
-            assert name in ("k", "v") or tensor.dtype == torch.float32, name
+            assert tensor.dtype == _TYPES.get(name, torch.float32) or name in ("k", "v"), name
         op = Op(kind=kind, flags=flags, width=width, epsilon=epsilon, part_count=len(matrices))
         for name, tensor in tensors.items():
             setattr(op, name, tensor.data_ptr())
@@ -233,6 +240,11 @@ class NativeForward:
             kv_type=self._kv_type,
             **{name: column.ctypes.data for name, column in columns.items()},
         )
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        """See `Forward`; the step found them."""
+        n = logits.shape[0]
+        return Peaks(self._buffers.best[:n].clone(), self._buffers.finite[:n] != 0)
 
     def close(self) -> None:
         """End the pool; drop weights and buffers."""

@@ -179,4 +179,29 @@ void rotate(const Work& work) {
   }
 }
 
+void peaks(const Work& work) {
+  const Op& op = *work.op;
+  const int width = op.width, whole = width / L * L;
+  const float* x = op.x + static_cast<int64_t>(work.piece) * op.stride;
+  F high = set1(x[0]), magnitude = zero();
+  for (int i = 0; i < whole; i += L) {
+    const F v = load(x + i);
+    high = fmax(v, high);
+    magnitude = magnitude_max(magnitude, v);
+  }
+  float top = highest(high), largest = highest_magnitude(magnitude);
+  for (int i = whole; i < width; ++i) {
+    top = x[i] > top ? x[i] : top;
+    const float size = fabsf(x[i]);
+    if (size > largest || size != size) largest = size;
+  }
+  const bool finite = largest <= 3.4028234663852886e38f;
+  int first = 0;
+  // Every vector before the one that holds the top has a lower highest.
+  while (finite && first < whole && highest(load(x + first)) < top) first += L;
+  while (finite && x[first] < top) ++first;
+  op.best[work.piece] = first;
+  op.finite[work.piece] = finite;
+}
+
 }  // namespace HR_ISA

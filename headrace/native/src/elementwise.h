@@ -6,5 +6,6 @@ namespace HR_ISA {
 
 void quantise(const Work& work);
 void rotate(const Work& work);
+void peaks(const Work& work);
 
 }  // namespace HR_ISA

@@ -25,6 +25,7 @@ struct Kernels {
   void (*linear)(const Work&);  // kLinear and kGated
   void (*rotate)(const Work&);
   void (*attend)(const Work&);
+  void (*peaks)(const Work&);
 };
 
 // The tables that were compiled in.
@@ -82,6 +83,8 @@ static inline int pieces_of(const Op& op, const Step& step, int spans, int threa
       return ceil_div(rows, kRowsAPass) * ceil_div(panels_of(op), panels_a_piece(op, threads));
     case kAttend:
       return spans * step.kv_heads;
+    case kPeaks:
+      return step.head_count;
     default:
       return ceil_div(rows, kRowsAPiece);
   }

@@ -47,6 +47,7 @@ enum OpKind : int32_t {
   kGated,        // out = silu(acts * parts[0]^T) * (acts * parts[1]^T)
   kRotate,       // x = qkv: q turned and scaled in place, k turned and v to the cache of a layer
   kAttend,       // out = attention of the queries in x over the cache of a layer
+  kPeaks,        // best[i], finite[i] of row i of x [head_count, stride], its first `width` columns
 };
 enum OpFlags : int32_t {
   kAdd = 1,
@@ -71,6 +72,9 @@ struct Op {
   float* v_scales;
   float epsilon;             // of the norm
   int32_t window;            // positions a query sees, itself included; 0 = all
+  int64_t* best;             // [head_count] first column of the largest value; 0 if not finite
+  int32_t* finite;           // [head_count] 1: every value of the row is finite
+  int32_t stride;            // floats between rows of x
 };
 
 struct Step {

@@ -159,7 +159,8 @@ void Pool::work() {
         case kLinear:
         case kGated: kernels_->linear(work); break;
         case kRotate: kernels_->rotate(work); break;
-        default: kernels_->attend(work); break;
+        case kAttend: kernels_->attend(work); break;
+        default: kernels_->peaks(work); break;
       }
       progress.done.fetch_add(1, std::memory_order_release);
     }
