@@ -35,7 +35,7 @@ from headrace.kernels.attention_configs import (
     decode_config,
     prefill_config,
 )
-from headrace.kernels.attention_decode import Scratch, choose_splits, decode
+from headrace.kernels.attention_decode import Scratch, decode, most_splits
 from headrace.kernels.attention_prefill import prefill
 from headrace.kernels.chunks import Chunks
 from headrace.kernels.columns import StepColumns
@@ -219,7 +219,7 @@ def dense_run(
 
 def measure_decode(bench: Bench, copy: float) -> list[Row]:
     rows: list[Row] = []
-    wave, default = choose_splits(KV_HEADS, bench.sms), decode_config(DTYPE, HEAD_DIM)
+    wave, default = most_splits(KV_HEADS, bench.sms), decode_config(DTYPE, HEAD_DIM)
     tasks = [(t, n, wave, default) for t in DECODE_TOKENS for n in CONTEXTS]
     tasks += [(t, n, s, default) for t, n in COMPARED for s in (wave // 2, 2 * wave, 4 * wave)]
     tasks += [(t, n, wave, c) for t, n in COMPARED for c in DECODE_CANDIDATES if c != default]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.profile [--shape qwen2.5-14b] [--only "wave 1x,prefill 1x8000"]
 
-Dummy weights. Prints for each work the wall time, the time some kernel ran, and the kernels that took
-most of it with their count and mean. The profiler itself costs time: compare shares, not sums.
+Dummy weights. Prints for each work the wall time, the time some kernel ran, and the kernels that
+took most of it with their count and mean. The profiler itself costs time: compare shares, not sums.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def profile(llm: Any, name: str, work: tuple[int, int, int, float]) -> None:
     spans: dict[str, list[float]] = defaultdict(list)
     busy: list[tuple[float, float]] = []
     for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch._C._autograd.DeviceType.CUDA:
             spans[event.name].append(event.time_range.elapsed_us())
             busy.append((event.time_range.start, event.time_range.end))
     print(f"== {name}: {plain_s * 1e3:.1f} ms, {steps} steps, {counters}, "

@@ -67,7 +67,8 @@ BATCHES = (
     Work("batch", 512, 512, 128, temperature=0.8, runs=1, must=1.03),
     Work("batch", 32, 4096, 256, runs=1, must=1.0, aim=1.03),
 )
-ALL = (*WAVES, *PREFILLS, *BATCHES)
+SAME_AS_HTTP = tuple(Work("wave", c, 64, 75) for c in (64, 256))  # what `client` measures
+ALL = (*WAVES, *SAME_AS_HTTP, *PREFILLS, *BATCHES)
 SMALL = (  # a few seconds on a processor, with the shape `tiny`
     Work("wave", 1, 8, 6),
     Work("wave", 4, 8, 6),

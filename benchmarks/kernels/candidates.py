@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -41,3 +42,49 @@ def candidates(bucket: int, n: int, k: int, *, most: int, seed: int = 0) -> list
     first = default(bucket, n)
     good = [config for config in good if config != first]
     return [first, *random.Random(seed).sample(good, min(most - 1, len(good)))]
+
+
+PREFETCHES_BYTES = (0, 16384, 32768, 65536, 131072)
+
+
+def neighbours(config: Config, bucket: int) -> list[Config]:
+    """One size halved or doubled, one stage more or less, or as many bytes in another tile."""
+    made = [
+        dataclasses.replace(config, **{name: size})
+        for name in ("block_n", "block_k", "warps", "split_k")
+        for size in (getattr(config, name) // 2, getattr(config, name) * 2)
+    ]
+    made += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
+    wide, narrow = (
+        (config.block_n * 2, config.block_k // 2),
+        (config.block_n // 2, config.block_k * 2),
+    )
+    made += [dataclasses.replace(config, block_n=n, block_k=k) for n, k in (wide, narrow)]
+    return [c for c in made if _runs(c, bucket)]
+
+
+def _runs(config: Config, bucket: int) -> bool:
+    sizes = config.block_n >= 16 and config.block_k >= 32 and config.stages >= 2
+    groups = 1 <= config.warps <= 8 and 1 <= config.split_k <= 8
+    sums = config.block_n * bucket <= 64 * 32 * config.warps  # 64 a thread
+    return sizes and groups and sums and shared_bytes(config, bucket) <= SHARED_BYTES - 1024
+
+
+def shortlist(
+    standing: Config | None, bucket: int, n: int, k: int, *, most: int
+) -> list[Config | None]:
+    """The library, the neighbours of what stands, and others up to `most`."""
+    found: list[Config | None] = [None]
+    if standing is not None:
+        found += neighbours(standing, bucket)
+    others = [c for c in candidates(bucket, n, k, most=most) if c not in found]
+    return found + others[: max(0, most - len(found))]
+
+
+def switches(config: Config, *, folds: bool) -> list[Config]:
+    """The same tiles with every prefetch, and the norm apart too where it folds in."""
+    return [
+        dataclasses.replace(config, prefetch_bytes=size, fold_norm=fold)
+        for size in PREFETCHES_BYTES
+        for fold in ((True, False) if folds else (config.fold_norm,))
+    ]

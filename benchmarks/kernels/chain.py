@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.candidates import PREFETCHES_BYTES
 from benchmarks.kernels.clock import Clock
 from benchmarks.kernels.layers import Shape, Step
 from headrace.kernels import pdl
@@ -15,7 +16,6 @@ from headrace.kernels.product import Config
 from headrace.kernels.tuned import KINDS
 
 Configs = Mapping[str, Config | None]  # kind -> configuration; None: the library
-PREFETCHES_BYTES = (0, 16384, 32768, 65536, 131072)
 
 
 def replaced(configs: Configs, **fields: bool | int) -> dict[str, Config | None]:

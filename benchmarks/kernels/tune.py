@@ -228,16 +228,24 @@ def run(tuner: Tuner, *, most: int, layers: int, card: str) -> dict[str, Any]:
 
 
 def merged(made: dict[str, Any], path: Path) -> dict[str, Any]:
-    """With the entries that the file holds for other shapes."""
+    """With the entries that the file holds for other shapes and buckets."""
     if not path.exists():
         return made
-    new = {(e["kind"], e["n"], e["k"], e["bucket"]) for e in made["entries"]}
-    kept = [
-        e
-        for e in json.loads(path.read_text())["entries"]
-        if (e["kind"], e["n"], e["k"], e["bucket"]) not in new
-    ]
-    return made | {"entries": kept + made["entries"]}
+    held: dict[str, Any] = json.loads(path.read_text())
+    whole = held | made
+    for name in ("entries", "decode"):
+        new = [*made.get(name, ())]
+        keys = [_key(one) for one in new]
+        kept = [one for one in held.get(name, ()) if _key(one) not in keys]
+        if kept or new:
+            whole[name] = kept + new
+    return whole
+
+
+def _key(one: dict[str, Any]) -> dict[str, Any]:
+    """What an entry is for: its shape and bucket."""
+    names = ("kind", "n", "k", "heads", "kv_heads", "head_dim", "bucket")
+    return {name: one[name] for name in names if name in one}
 
 
 def main() -> None:

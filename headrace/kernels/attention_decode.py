@@ -27,15 +27,25 @@ from headrace.kernels.launch import launch
 _SUMMED = 8  # partial results that the last program of a token loads at a time
 
 
-def choose_splits(kv_heads: int, sms: int) -> int:
-    """Slots of a KV head beyond one a token, on a card of `sms` multiprocessors.
-
-    Two programs fit a multiprocessor, and the slots of all KV heads fill the card once: a share
-    is then at most what a program has when all work is dealt evenly. More would only cost the
-    launch of programs that find no work; fewer would leave one long sequence to few programs.
+def most_splits(kv_heads: int, sms: int) -> int:
+    """The most slots of a KV head beyond one a token that a step takes: four programs for each of
+    `sms` multiprocessors. More would only cost the launch of programs that find no work.
     """
     assert min(kv_heads, sms) > 0, (kv_heads, sms)
     return max(1, -(-4 * sms // kv_heads))
+
+
+def choose_splits(kv_heads: int, sms: int, tokens: int) -> int:
+    """Slots of a KV head beyond one a token, for a step of `tokens` tokens.
+
+    While tokens alone leave half the multiprocessors without a program, one program each: a step
+    of few tokens waits for the launch of every program, with or without work. Else `most_splits`:
+    a share is then at most what a program has when all work is dealt evenly, and one long
+    sequence among many is not left to few programs.
+    """
+    if 2 * tokens * kv_heads <= sms:
+        return max(1, sms // kv_heads)
+    return most_splits(kv_heads, sms)
 
 
 class Scratch:

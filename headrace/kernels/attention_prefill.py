@@ -127,6 +127,8 @@ def _prefill_kernel(
     pair = tiles + tl.program_id(0) // KV_HEADS * 2
     pdl.wait(PDL)
     chunk, tile = tl.load(pair), tl.load(pair + 1)
+    if chunk < 0:
+        return
     start, count = tl.load(starts + chunk), tl.load(counts + chunk)
     table = tables + tl.load(rows + chunk).to(tl.int64) * width
     first = tl.load(firsts + chunk).to(tl.int64)

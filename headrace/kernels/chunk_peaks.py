@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import pdl
-from headrace.kernels.weights import NEG_INF, slope, weight
+from headrace.kernels.weights import COLUMNS, NEG_INF, slope, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def chunk_peaks_kernel(
     logits,
-    settings,
+    table,
     draw_rows,
     peaks,
     firsts,
@@ -41,7 +41,7 @@ def chunk_peaks_kernel(
     tl.store(peaks + at, peak)
     tl.store(firsts + at, tl.min(tl.where(z == peak, ids, VOCAB - 1), 0))
     if WEIGH:
-        temperature = tl.load(settings + tl.load(draw_rows + draw) * 8).to(tl.float32, bitcast=True)
+        temperature = tl.load(table + tl.load(draw_rows + draw) * 8).to(tl.float32, bitcast=True)
         mass = tl.zeros((), tl.int64)
         if (temperature > 0.0) & (peak > NEG_INF) & (peak < float("inf")):
             mass = tl.sum(weight(z, peak, slope(temperature)), 0)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from headrace.kernels import pdl
 from headrace.kernels.philox import uniform
-from headrace.kernels.weights import NEG_INF, ordered, slope, unordered, weight
+from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, slope, unordered, weight
 
 
 @triton.jit
@@ -29,10 +29,10 @@ def _inside(row, chunk, local, peak, scale, edge, room, VOCAB, CHUNK, TRUNCATE: 
     return tl.min(tl.where(tl.cumsum(weights, 0) > local, ids, VOCAB - 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def draw_kernel(
     logits,
-    settings,
+    table,
     positions,
     draw_tokens,
     draw_rows,
@@ -70,7 +70,7 @@ def draw_kernel(
     owner = tl.min(tl.where(chunk_peak == peak, chunk, CHUNKS_PADDED), 0)
     token = tl.load(firsts + draw * CHUNKS + owner)
     if WEIGH:
-        mine = settings + device_row * 8
+        mine = table + device_row * 8
         temperature = tl.load(mine).to(tl.float32, bitcast=True)
         if (temperature > 0.0) & fine:
             scale = slope(temperature)

@@ -14,7 +14,7 @@ _PAIRS = 256  # a program of `poke`
 _PIECE = 4096  # elements a program of `copy_blocks` moves
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("state", "pairs", "count"))
 def _poke_kernel(state, pairs, count, PAIRS: tl.constexpr, PDL: tl.constexpr):
     """Grid (programs for the capacity of pairs,); count [1] int32 says how many are real."""
     pdl.release(PDL)
@@ -56,7 +56,7 @@ def poke_reference(state: Tensor, pairs: Tensor, count: Tensor) -> None:
     state[some[:, 0]] = some[:, 1].int()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("pairs",))
 def _copy_kernel(
     k,
     v,

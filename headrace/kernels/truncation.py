@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import pdl
-from headrace.kernels.weights import NEG_INF, ONE, ordered, slope, unordered, weight
+from headrace.kernels.weights import COLUMNS, NEG_INF, ONE, ordered, slope, unordered, weight
 
 SIGMAS = tl.constexpr(3.5)  # of a bracket: about one row in 2000 is missed
 SURE = tl.constexpr(8)  # so many of the sample are always inside: a peaked row's top is not in it
@@ -69,10 +69,10 @@ def _at(sorted_keys, index, N: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, N) == index, sorted_keys, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def bracket_kernel(
     logits,
-    settings,
+    table,
     draw_rows,
     peaks,
     masses,
@@ -92,7 +92,7 @@ def bracket_kernel(
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
-    mine = settings + tl.load(draw_rows + draw) * 8
+    mine = table + tl.load(draw_rows + draw) * 8
     temperature, top_k, top_p, _ = _limits(mine, VOCAB)
     chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     fine = (peak > NEG_INF) & (peak < float("inf"))
@@ -140,10 +140,10 @@ def bracket_kernel(
     tl.store(above_mass + draw, tl.zeros((), tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def gather_kernel(
     logits,
-    settings,
+    table,
     draw_rows,
     peaks,
     brackets,
@@ -172,7 +172,7 @@ def gather_kernel(
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
         keys = _short(z, LOW)
         if chunk_peak >= high:
-            temperature = tl.load(settings + tl.load(draw_rows + draw) * 8)
+            temperature = tl.load(table + tl.load(draw_rows + draw) * 8)
             scale = slope(temperature.to(tl.float32, bitcast=True))
             _, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
             above = keys >= high
@@ -196,20 +196,21 @@ def _measure(source, n, pivots, peak, scale, WEIGH: tl.constexpr, KEYS: tl.const
     found = tl.zeros((pivots.shape[0], BLOCK), tl.int64)
     start = tl.zeros((), tl.int32)
     while start < n:
-        at = start + tl.arange(0, BLOCK)
-        real = at < n
-        if KEYS:
-            keys = tl.load(source + at, mask=real, other=KEEP_ALL >> LOW)
-            z = _logit(keys, LOW)
-        else:
-            z = tl.load(source + at, mask=real, other=NEG_INF).to(tl.float32)
-            keys = _short(z, LOW)
-        value = real.to(tl.int64)
-        if WEIGH:
-            value *= weight(z, peak, scale)
-        above = keys.to(tl.int64)[None, :] >= pivots[:, None]
-        found += tl.where(above, value[None, :], 0)
-        start += BLOCK
+        for _ in tl.static_range(2 if KEYS else 4):  # loads in flight together
+            at = start + tl.arange(0, BLOCK)
+            real = at < n
+            if KEYS:
+                keys = tl.load(source + at, mask=real, other=KEEP_ALL >> LOW)
+                z = _logit(keys, LOW)
+            else:
+                z = tl.load(source + at, mask=real, other=NEG_INF).to(tl.float32)
+                keys = _short(z, LOW)
+            value = real.to(tl.int64)
+            if WEIGH:
+                value *= weight(z, peak, scale)
+            above = keys.to(tl.int64)[None, :] >= pivots[:, None]
+            found += tl.where(above, value[None, :], 0)
+            start += BLOCK
     return tl.sum(found, 1)
 
 
@@ -263,10 +264,10 @@ def _edge(
     return edge, room
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def edge_kernel(
     logits,
-    settings,
+    table,
     draw_rows,
     peaks,
     masses,
@@ -287,7 +288,7 @@ def edge_kernel(
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
-    mine = settings + tl.load(draw_rows + draw) * 8
+    mine = table + tl.load(draw_rows + draw) * 8
     temperature, top_k, top_p, min_p = _limits(mine, VOCAB)
     chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     edge = tl.full((), KEEP_ALL, tl.int32)
@@ -332,10 +333,10 @@ def edge_kernel(
     tl.store(rooms + draw, room)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def kept_kernel(
     logits,
-    settings,
+    table,
     draw_rows,
     peaks,
     masses,
@@ -359,7 +360,7 @@ def kept_kernel(
         peak = tl.load(peaks + at)
         mass = tl.zeros((), tl.int64)
         if ordered(peak) >= edge:
-            temperature = tl.load(settings + tl.load(draw_rows + draw) * 8)
+            temperature = tl.load(table + tl.load(draw_rows + draw) * 8)
             scale = slope(temperature.to(tl.float32, bitcast=True))
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             row = logits + draw.to(tl.int64) * VOCAB

@@ -3,6 +3,7 @@
 `tuned/<card>.json` is written by `scripts/tune_kernels` on that card. An entry holds for one layer
 (qkv, out, gate_up, down, head), N and K of its weight, and a bucket of tokens (up to 16, 32 or 64);
 a null configuration says that the library's matrix product and kernels of their own were faster.
+`scripts/tune_step` adds what a whole step chose, the attention of its tokens too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import functools
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from headrace.kernels.attention_configs import DecodeConfig, decode_config
+from headrace.kernels.attention_decode import choose_splits
 from headrace.kernels.product import MAX_TOKENS, Config, block_m
 
 FOLDER = Path(__file__).parent / "tuned"
@@ -65,3 +70,61 @@ def choose(
     if m > MAX_TOKENS:
         return None
     return entries(card_file(device_name, folder)).get((kind, n, k, block_m(m)), default(m, n))
+
+
+class Heads(NamedTuple):
+    """What the choice for attention depends on beside the tokens."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Decoding(NamedTuple):
+    """How single tokens attend: the kernel's configuration and its splits."""
+
+    config: DecodeConfig
+    splits: int
+
+
+@functools.cache
+def decode_entries(path: Path) -> dict[tuple[Heads, int], Decoding]:
+    """(heads, bucket) -> what was measured in elements of 16 bits; empty where nobody did."""
+    if not path.exists():
+        return {}
+    return {
+        (Heads(*(found[name] for name in Heads._fields)), found["bucket"]): Decoding(
+            DecodeConfig(**found["config"]), found["splits"]
+        )
+        for found in json.loads(path.read_text()).get("decode", [])
+    }
+
+
+def decode_entry(heads: Heads, bucket: int, chosen: Decoding) -> dict[str, Any]:
+    """As it stands in a card's file."""
+    config = dataclasses.asdict(chosen.config)
+    return heads._asdict() | {"bucket": bucket, "splits": chosen.splits, "config": config}
+
+
+def default_decoding(
+    tokens: int, heads: Heads, dtype: torch.dtype, multiprocessors: int
+) -> Decoding:
+    """For heads, tokens or a card that nobody measured."""
+    config = decode_config(dtype, heads.head_dim)
+    return Decoding(config, choose_splits(heads.kv_heads, multiprocessors, tokens))
+
+
+def choose_decoding(
+    tokens: int,
+    heads: Heads,
+    dtype: torch.dtype,
+    multiprocessors: int,
+    device_name: str,
+    *,
+    folder: Path = FOLDER,
+) -> Decoding:
+    """For a step of `tokens` single tokens."""
+    default = default_decoding(tokens, heads, dtype, multiprocessors)
+    if tokens > MAX_TOKENS or dtype.itemsize != 2:
+        return default
+    return decode_entries(card_file(device_name, folder)).get((heads, block_m(tokens)), default)

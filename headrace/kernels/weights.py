@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Small int32 columns: their alignment is not a reason to compile a kernel anew.
+COLUMNS = ("table", "positions", "draw_tokens", "draw_rows", "last", "tokens")
+
 NEG_INF = tl.constexpr(float("-inf"))
 ONE = tl.constexpr(1 << 40)  # the peak's weight
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import msgspec
 import torch
 
@@ -10,16 +13,16 @@ from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
 from headrace.backends.cuda.kv_store import CudaKvStore
-from headrace.backends.cuda.ops import Place
+from headrace.backends.cuda.ops import Choose, Place
 from headrace.config import Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
 from headrace.errors import ConfigError
-from headrace.kernels import pdl
+from headrace.kernels import pdl, tuned
 from headrace.kernels.product import Workspace
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
 from headrace.runner import ledger
-from headrace.runner.calibrate import measure_cost
+from headrace.runner.calibrate import Probe, measure_cost
 from headrace.runner.cuda_runner import CudaRunner
 from headrace.runner.device_state import DeviceState
 from headrace.runner.forward import Forward
@@ -45,8 +48,20 @@ class Room(msgspec.Struct, frozen=True):
     graphs: int
 
 
-def forward_on(model: Decoder, plan: Plan, blocks: int, card: Card, buffers: Buffers) -> Forward:
-    """The model with a KV cache of `blocks` and empty tables."""
+def forward_on(
+    model: Decoder,
+    plan: Plan,
+    blocks: int,
+    card: Card,
+    buffers: Buffers,
+    *,
+    choose: Choose | None = None,
+    decoding: Callable[[int], tuned.Decoding] | None = None,
+) -> Forward:
+    """The model with a KV cache of `blocks` and empty tables.
+
+    `choose`, `decoding`: configurations of its kernels; None: as the card's table has them.
+    """
     spec, device = model.spec, buffers.x.device
     store = CudaKvStore(
         layers=spec.layers,
@@ -69,11 +84,25 @@ def forward_on(model: Decoder, plan: Plan, blocks: int, card: Card, buffers: Buf
         cos=cos,
         sin=sin,
         last=state.last,
-        card=card.name,
+        choose=choose or functools.partial(tuned.choose, device_name=card.name),
         pdl=pdl.supported(device),
     )
+    heads = tuned.Heads(spec.heads, spec.kv_heads, spec.head_dim)
     attention = Attention(
-        spec, card.multiprocessors, plan.max_tokens, plan.max_rows, model.dtype, device
+        spec,
+        card.multiprocessors,
+        plan.max_tokens,
+        plan.max_rows,
+        model.dtype,
+        device,
+        decoding
+        or functools.partial(
+            tuned.choose_decoding,
+            heads=heads,
+            dtype=model.dtype,
+            multiprocessors=card.multiprocessors,
+            device_name=card.name,
+        ),
     )
     return Forward(model, place, state, attention, plan.max_tokens)
 
@@ -100,11 +129,13 @@ def build_runner(
     with phase("compile kernels", report):
         trial = forward_on(model, plan, -(-plan.max_tokens // plan.block_size), card, buffers)
         trial.compile(cores())
-    with phase("measure a step", report):
-        cost = measure_cost(trial, plan.max_tokens)
+    with phase("run the largest step", report):
+        probe = Probe(trial)
+        probe.seconds(0, min(plan.max_tokens, probe.room))
+        probe.close()
         room = measure_room(trial, card)
         trial.close()
-        del trial
+        del trial, probe
         torch.cuda.empty_cache()
     blocks = size_kv(settings, model.spec, model.dtype, room)
     length = ledger.fit_model_len(wanted_len, blocks.value, plan.block_size)
@@ -112,6 +143,8 @@ def build_runner(
     with phase("capture graphs", report):
         forward = forward_on(model, plan, blocks.value, card, buffers)
         forward.capture()
+    with phase("measure the time of steps", report):
+        cost = measure_cost(forward, plan.max_tokens)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
     lines = [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),

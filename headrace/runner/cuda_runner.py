@@ -62,7 +62,7 @@ class CudaRunner:
         self._began = [self._event() for _ in range(_IN_FLIGHT)]
         self._ended = [self._event() for _ in range(_IN_FLIGHT)]
         self._at = 0
-        self._counts = {"graph_steps": 0, "eager_steps": 0}
+        self._counts = {"steps_alone": 0, "steps_mixed": 0, "steps_eager": 0}
 
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else None
@@ -73,7 +73,7 @@ class CudaRunner:
         return self._capacity
 
     def counters(self) -> Mapping[str, int]:
-        """Steps by the way they ran, and kernels compiled since the runner was ready."""
+        """Steps by the way they ran (see `runner.forward`); kernels compiled since the start."""
         return self._counts | {"jit_compiles": self._forward.compiles}
 
     def launch(self, plan: StepPlan) -> CudaTicket:
@@ -98,8 +98,8 @@ class CudaRunner:
                 self._forward.store.copy(pairs)
             if plan.rows:
                 _check(plan, self._state)
-                by_graph = self._forward.run(plan, sources_of(plan))
-                self._counts["graph_steps" if by_graph else "eager_steps"] += 1
+                way = self._forward.run(plan, sources_of(plan))
+                self._counts[f"steps_{way}"] += 1
         self._latest = CudaTicket(self, plan)
         return self._latest
 

@@ -1,36 +1,48 @@
 """The forward pass on a GPU: a CUDA graph for a step of few tokens, call by call for others.
 
-In a graph every token is a query of its own: token t of row r attends to positions 0..p of that
-row, with its K and V written first. So one graph a size serves decode rows, short prompts and any
-mix of them. Sizes are padded up to the next captured one; padding reads a spare row.
+Three ways to run a step, by what it brings:
+  alone   every token is a query of its own: token t of row r attends to positions 0..p of that
+          row, with its K and V written first. Decode rows and short prompts, in any mix.
+  mixed   decode rows alone, the tokens of prompts in chunks that share the keys they read
+  eager   as mixed, but launched one by one: more tokens than a graph holds
+The first two replay a graph, padded up to the next captured size; padding reads a spare row.
 """
 
 from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headrace.backends.cuda.attention import Attention, StepAttention
+from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.ops import CudaOps, Place
 from headrace.kernels import sampling
-from headrace.kernels.columns import StepColumns
 from headrace.kernels.draw_params import KINDS, Kind
 from headrace.kernels.launch import compiled, compiling
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
-from headrace.runner.device_state import DeviceState, StepInput
+from headrace.runner.device_state import DeviceState
+from headrace.runner.step_input import StepInput
+
+Way = Literal["alone", "mixed", "eager"]
 
 # Tokens of a captured step. Finer where a decode batch is usual, coarser where the products are.
-GRAPH_SIZES: tuple[int, ...] = (
+ALONE_SIZES: tuple[int, ...] = (
     *(1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128),
     *(160, 192, 224, 256, 320, 384, 448, 512),
 )
-GRAPH_PAIRS = 1 << 15  # query-key pairs of prompts that a graph, which shares no keys, may compute
+MIXED_SIZES: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
+ALONE_PAIRS = 1 << 15  # query-key pairs of prompts up to which nobody needs to share keys
+
+
+def up_to(sizes: tuple[int, ...], most: int) -> list[int]:
+    """The sizes below `most`, and the lesser of `most` and the last of them."""
+    return [size for size in sizes if size < most] + [min(most, sizes[-1])] * (most <= sizes[-1])
 
 
 class Forward:
@@ -48,12 +60,19 @@ class Forward:
         self.device = state.last.device
         self._attention = attention
         draws = place.buffers.logits.shape[0]
-        largest = min(max_tokens, GRAPH_SIZES[-1])
-        self._sizes = [size for size in GRAPH_SIZES if size < largest] + [largest]
-        self._small = StepInput(largest, draws, self.device)
-        self._large = StepInput(max_tokens, draws, self.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._input = self._small
+        self._sizes: dict[Way, list[int]] = {
+            "alone": up_to(ALONE_SIZES, max_tokens),
+            "mixed": up_to(MIXED_SIZES, max_tokens),
+            "eager": [max_tokens],
+        }
+        self._inputs = {
+            way: StepInput(sizes[-1], draws, self.device) for way, sizes in self._sizes.items()
+        }
+        largest = self._sizes["mixed"][-1]
+        group, tile_rows = attention.group, attention.tile_rows
+        self._chunks = ChunkTable(largest, group, tile_rows, self.device)
+        self._graphs: dict[tuple[Way, int], torch.cuda.CUDAGraph] = {}
+        self._input = self._inputs["alone"]
         self._pool: Any = None
         self._compiled = compiled()
         self._scratch = sampling.Scratch.allocate(draws, model.spec.vocab_size, self.device)
@@ -69,57 +88,86 @@ class Forward:
         """Work inside goes to this model's stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def run(self, plan: StepPlan, sources: list[int]) -> bool:
-        """Queue a step; logits [len(sources), vocab] stand in the buffers. True: by graph."""
+    def way(self, plan: StepPlan) -> Way:
+        """How a step is run."""
         tokens = sum(plan.counts)
-        pairs = sum(
-            count * (start + count)
-            for start, count in zip(plan.starts, plan.counts, strict=True)
-            if count > 1
-        )
-        if tokens > self._sizes[-1] or pairs > GRAPH_PAIRS:
-            self._run_large(plan, tokens, sources)
-            return False
-        size = self._sizes[bisect_left(self._sizes, tokens)]
-        self._input = self._small
-        if not self._small.follows(plan):
-            self._small.load(plan, sources, size, self.state.spare_row)
-        graph = self._graphs.get(size)
+        chunks = pairs = 0
+        if tokens > len(plan.counts):
+            for start, count in zip(plan.starts, plan.counts, strict=True):
+                if count > 1:
+                    chunks += 1
+                    pairs += count * (start + count)
+        if tokens <= self._sizes["alone"][-1] and pairs <= ALONE_PAIRS:
+            return "alone"
+        if tokens <= self._sizes["mixed"][-1] and chunks <= MAX_CHUNKS:
+            return "mixed"
+        return "eager"
+
+    def run(self, plan: StepPlan, sources: list[int]) -> Way:
+        """Queue a step; logits [len(sources), vocab] stand in the buffers."""
+        way, tokens = self.way(plan), sum(plan.counts)
+        self._input = source = self._inputs[way]
+        if way == "alone":
+            size = self._padded(way, tokens)
+            if not source.follows(plan):
+                source.load(plan, sources, size, self.state.spare_row)
+            self._replay(way, size)
+            return way
+        if way == "mixed":
+            size = self._padded(way, tokens)
+            source.load(plan, sources, size, self.state.spare_row)
+            self._chunks.load(plan, size)
+            self._replay(way, size)
+        else:
+            source.load(plan, sources, tokens, self.state.spare_row)
+            columns = source.columns(tokens, self.state.tables)
+            self._layers(source, tokens, self._attention.mixed(columns, plan))
+        self._logits(source, tokens, len(sources))
+        return way
+
+    def _padded(self, way: Way, tokens: int) -> int:
+        sizes = self._sizes[way]
+        return sizes[bisect_left(sizes, tokens)]
+
+    def _replay(self, way: Way, size: int) -> None:
+        graph = self._graphs.get((way, size))
         if graph is None:
-            self._compute_small(size)
+            self._graph_work(way, size)
         else:
             graph.replay()
-        return graph is not None
 
-    def _run_large(self, plan: StepPlan, tokens: int, sources: list[int]) -> None:
-        self._input = self._large
-        self._large.load(plan, sources, tokens, self.state.spare_row)
-        columns = self._columns(self._large, tokens)
-        step = self._attention.mixed(columns, plan)
-        ops = CudaOps(self.place, columns, self._large.ids[:tokens], step)
-        self._finish(ops, self._large.sources[: len(sources)])
+    def _graph_work(self, way: Way, size: int) -> None:
+        """What the graph of that size holds. Only a step of single tokens has its logits there:
+        as many as tokens. Of a step with prompts most tokens are not drawn from."""
+        source = self._inputs[way]
+        self._layers(source, size, self._step(way, size))
+        if way == "alone":
+            self._logits(source, size, min(size, self.place.buffers.logits.shape[0]))
 
-    def _compute_small(self, size: int) -> None:
-        """What a graph of `size` tokens holds."""
-        columns = self._columns(self._small, size)
-        step = self._attention.singles(columns)
-        ops = CudaOps(self.place, columns, self._small.ids[:size], step)
-        self._finish(ops, self._small.sources[: min(size, self.place.buffers.logits.shape[0])])
-
-    def _finish(self, ops: CudaOps, sources: Tensor) -> None:
-        x = self.model(ops)
-        if sources.numel():
-            chosen = self.place.buffers.chosen[: sources.numel()]
-            torch.index_select(x, 0, sources, out=chosen)
-            self.model.logits(chosen, ops)
-
-    def _columns(self, source: StepInput, tokens: int) -> StepColumns:
-        return StepColumns(
-            source.rows[:tokens],
-            source.positions[:tokens],
-            source.writes[:tokens],
-            self.state.tables,
+    def _step(self, way: Way, size: int) -> StepAttention:
+        source, tables = self._inputs[way], self.state.tables
+        if way == "alone":
+            return self._attention.singles(source.columns(size, tables))
+        return StepAttention(
+            self._attention, source.singles(size, tables), size, self._chunks.chunks(size)
         )
+
+    def _ops(self, source: StepInput, tokens: int, step: StepAttention) -> CudaOps:
+        columns = source.columns(tokens, self.state.tables)
+        return CudaOps(self.place, columns, source.ids[:tokens], step)
+
+    def _layers(self, source: StepInput, tokens: int, step: StepAttention) -> None:
+        """The hidden states of the step's tokens, into the buffer of the residual stream."""
+        x = self.model(self._ops(source, tokens, step))
+        assert x.data_ptr() == self.place.buffers.x.data_ptr(), "the stream left its buffer"
+
+    def _logits(self, source: StepInput, tokens: int, count: int) -> None:
+        if count:
+            chosen = self.place.buffers.chosen[:count]
+            x = self.place.buffers.x[:tokens]
+            torch.index_select(x, 0, source.sources[:count], out=chosen)
+            alone = self._attention.singles(source.columns(count, self.state.tables))
+            self.model.logits(chosen, self._ops(source, count, alone))
 
     def sample(self, plan: StepPlan, sources: list[int], tokens: Tensor) -> None:
         """Queue the draws of the step that `run` queued last; tokens [draws] int32 is filled."""
@@ -145,29 +193,22 @@ class Forward:
             with_pdl=self.place.pdl,
         )
 
+    # ------------------------------------------------------------ before the first request
+
     def compile(self, workers: int) -> None:
         """Compile every kernel that a step can need, side by side, without running one.
 
         One layer stands for all: a decoder's layers have one shape.
         """
-        pretended = StepPlan(0, [], [], [], [[]], [0], [0], [2], [[0, 0]], [1], [], [0], [0])
         with torch.inference_mode(), self.on_stream(), compiling(workers):
-            for size in self._sizes:
-                columns = self._columns(self._small, size)
-                self._one_layer(columns, self._small, size, self._attention.singles(columns))
-            tokens = self._large.rows.shape[0]
-            columns = self._columns(self._large, tokens)
-            step = self._attention.mixed(columns, pretended)
-            self._one_layer(columns, self._large, tokens, step)
+            for way, size in [*self._graph_list(), ("eager", self._sizes["eager"][-1])]:
+                like: Way = "mixed" if way == "eager" else way
+                step = self._step(like, min(size, self._sizes[like][-1]))
+                ops = self._ops(self._inputs[way], size, step)
+                x = self.model.blocks[0](ops.embed(self.model.embed), ops)
+                self.model.logits(x[: self.place.buffers.logits.shape[0]], ops)
             self._compile_sampler()
             self.state.compile()
-
-    def _one_layer(
-        self, columns: StepColumns, source: StepInput, tokens: int, step: StepAttention
-    ) -> None:
-        ops = CudaOps(self.place, columns, source.ids[:tokens], step)
-        x = self.model.blocks[0](ops.embed(self.model.embed), ops)
-        self.model.logits(x[: self.place.buffers.logits.shape[0]], ops)
 
     def _compile_sampler(self) -> None:
         draws = self.place.buffers.logits.shape[0]
@@ -184,20 +225,24 @@ class Forward:
         if self._stream is None:
             return
         with torch.inference_mode(), self.on_stream():
-            for size in self._sizes[::-1][:limit]:
-                self._compute_small(size)  # kernels are loaded before capture
+            for way, size in self._graph_list()[:limit]:
+                self._graph_work(way, size)  # kernels are loaded before capture
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                    self._compute_small(size)
+                    self._graph_work(way, size)
                 self._pool = graph.pool()
-                self._graphs[size] = graph
+                self._graphs[way, size] = graph
             self._stream.synchronize()
         self._compiled = compiled()
+
+    def _graph_list(self) -> list[tuple[Way, int]]:
+        ways: tuple[Way, ...] = ("mixed", "alone")
+        return [(way, size) for way in ways for size in reversed(self._sizes[way])]
 
     @property
     def graph_count(self) -> int:
         """Graphs there are when all are captured."""
-        return len(self._sizes)
+        return len(self._graph_list())
 
     @property
     def compiles(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.kernels.attention import decode_reference
 from headrace.kernels.attention_configs import DecodeConfig
-from headrace.kernels.attention_decode import Scratch, choose_splits, decode
+from headrace.kernels.attention_decode import Scratch, choose_splits, decode, most_splits
 from tests.kernels.attention_cache import Paged, decode_columns, paged
 from tests.kernels.conftest import CUDA, assert_close
 
@@ -149,9 +149,10 @@ def test_any_lengths_and_splits(
 
 
 def test_splits_fill_the_card_once() -> None:
-    assert choose_splits(kv_heads=8, sms=132) == 33
-    assert choose_splits(kv_heads=1, sms=1) == 2
-    assert choose_splits(kv_heads=1000, sms=2) == 1
+    assert choose_splits(kv_heads=8, sms=132, tokens=1) == 16
+    assert choose_splits(kv_heads=8, sms=132, tokens=9) == most_splits(8, 132) == 66
+    assert choose_splits(kv_heads=1, sms=1, tokens=1) == 4
+    assert choose_splits(kv_heads=1000, sms=2, tokens=1) == 1
 
 
 def test_scratch_that_is_too_small_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.gpu.client import has_token, percentile_ms
+from benchmarks.gpu.client import Choice, has_token, percentile_ms
 from benchmarks.gpu.drive import limits_row
 from benchmarks.gpu.peer import limits_in
 from benchmarks.gpu.table import Line, Rows, facts, lines, main, stem
@@ -130,9 +130,9 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_chunks_that_carry_tokens() -> None:
-    text = {"text": "a", "finish_reason": None}
-    bare = {"text": "", "finish_reason": None}
-    last = {"text": "", "finish_reason": "length"}
+    text = Choice("a")
+    bare = Choice()
+    last = Choice(finish_reason="length")
     assert [has_token(c, begun=True) for c in (text, bare, last)] == [True, True, False]
     assert has_token(last, begun=False), "one token, from a server without a tokenizer"
 

@@ -8,6 +8,7 @@ with one element-wise kernel between two of them. Which one, per shape, is data:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from headrace.backends.cuda.attention import StepAttention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore
-from headrace.kernels import tuned
 from headrace.kernels.begin import begin
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.gate_up import gate_up
@@ -27,6 +27,10 @@ from headrace.kernels.rms_norm import rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.silu_mul import silu_mul
 from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+
+# kind, m tokens, N and K of a weight -> configuration of the kernel for few tokens; None: the
+# library is faster. See `kernels.tuned.choose`.
+Choose = Callable[[str, int, int, int], Config | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Place:
     cos: Tensor
     sin: Tensor
     last: Tensor  # [rows] int32, the token last drawn into each device row
-    card: str  # the device's name, which the tuned tables are kept under
+    choose: Choose
     pdl: bool  # kernels start while the one before drains
 
 
@@ -54,9 +58,8 @@ class CudaOps:
         self._tokens = ids.shape[0]
 
     def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
-        """The small-m kernel's configuration, None where the library is faster."""
         n, k = weight.shape
-        return tuned.choose(kind, tokens, n, k, self._place.card)
+        return self._place.choose(kind, tokens, n, k)
 
     def _options(self, config: Config) -> dict[str, Any]:
         place = self._place

@@ -1,0 +1,83 @@
+"""A step's columns on the device, and the pinned memory they are written to."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.backends.cuda.upload import Upload
+from headrace.kernels.columns import StepColumns
+from headrace.messages import StepPlan
+
+
+class StepInput:
+    """Columns of at most `tokens` tokens and `draws` draws, all int32.
+
+    rows, positions, writes, ids: one entry a token. alone: the position of a token that is a query
+    of its own, -1 for one of a chunk. sources: the token behind each row of logits. draw_tokens,
+    draw_rows: one entry a draw. The host stores positions less one: the device moves them on as a
+    step begins, so that a steady decode step needs no upload at all.
+    """
+
+    def __init__(self, tokens: int, draws: int, device: torch.device) -> None:
+        self.tokens = tokens
+        width = max(tokens, draws)
+        self._device = torch.zeros((8, width), dtype=torch.int32, device=device)
+        self.rows, self.positions, self.writes, self.ids, self.alone = self._device[:5, :tokens]
+        self.sources, self.draw_tokens, self.draw_rows = self._device[5:]
+        self._upload = Upload((8, width), device)
+        self._following: tuple[list[int], list[int], list[int], list[int]] | None = None
+
+    def columns(self, tokens: int, tables: torch.Tensor) -> StepColumns:
+        """The first `tokens` tokens, each where it stands in its sequence."""
+        return StepColumns(
+            self.rows[:tokens], self.positions[:tokens], self.writes[:tokens], tables
+        )
+
+    def singles(self, tokens: int, tables: torch.Tensor) -> StepColumns:
+        """The same with the tokens of chunks at position -1: they see nothing."""
+        return StepColumns(self.rows[:tokens], self.alone[:tokens], self.writes[:tokens], tables)
+
+    def follows(self, plan: StepPlan) -> bool:
+        """Whether the device already holds this plan's columns: every row decodes on.
+
+        Call for every plan of these columns, with `load` for those that do not follow.
+        """
+        steady = (
+            self._following == (plan.rows, plan.starts, plan.draw_from, plan.draw_into)
+            and not plan.unwritten
+            and all(ids is None for ids in plan.ids)
+        )
+        nexts = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+        self._following = (plan.rows, nexts, plan.draw_from, plan.draw_into)
+        if plan.unwritten or len(nexts) != sum(plan.counts):
+            self._following = None
+        return steady
+
+    def load(self, plan: StepPlan, sources: list[int], padded: int, spare_row: int) -> None:
+        """Write the columns of `plan`, padded to `padded` tokens, and send them."""
+        slot = self._upload.slot()
+        counts = np.array(plan.counts)
+        tokens = int(counts.sum())
+        rows, positions, writes, ids, alone = slot[:5, :padded]
+        rows[:tokens] = np.repeat(plan.rows, counts)
+        firsts = np.cumsum(counts) - counts
+        places = np.arange(tokens) - np.repeat(firsts - plan.starts, counts)
+        positions[:tokens] = places - 1
+        alone[:tokens] = np.where(np.repeat(counts, counts) == 1, places, -1)
+        writes[:tokens] = 1
+        for row in plan.unwritten:
+            writes[firsts[row] : firsts[row] + counts[row]] = 0
+        flat: list[int] = []
+        for given in plan.ids:
+            flat += (-1,) if given is None else given
+        ids[:tokens] = flat
+        rows[tokens:], positions[tokens:], writes[tokens:], ids[tokens:] = spare_row, -1, 0, 0
+        alone[tokens:] = -1
+        lasts = firsts + counts - 1
+        slot[5, : len(sources)] = lasts[sources]
+        slot[5, len(sources) :] = 0
+        draws = len(plan.draw_from)
+        slot[6, :draws] = lasts[plan.draw_from]
+        slot[7, :draws] = plan.draw_into
+        self._upload.send(self._device, len(slot))
