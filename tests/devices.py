@@ -1,4 +1,5 @@
-"""Backends that tests run on: the processor always, a CUDA device where there is one."""
+"""Backends that tests run on: the processor on torch always, on native kernels where there is a
+compiler, a CUDA device where there is one."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from headrace.backends.choose import resolve_backend, settled
 from headrace.config import Settings
 from headrace.errors import ConfigError
+from headrace.native.build import Unavailable, find_compiler
 from headrace.sources.files import ModelFiles
 
 
@@ -24,14 +26,29 @@ def _without_cuda() -> str:
 
 
 WITHOUT_CUDA = _without_cuda()  # why nothing runs on cuda here; "" = it does
-BACKENDS = ("cpu",) if WITHOUT_CUDA else ("cpu", "cuda")
+_COMPILER = find_compiler()
+WITHOUT_NATIVE = _COMPILER.reason if isinstance(_COMPILER, Unavailable) else ""
+BACKENDS = tuple(
+    name
+    for name, missing in (("cpu", ""), ("native", WITHOUT_NATIVE), ("cuda", WITHOUT_CUDA))
+    if not missing
+)
+
+PROCESSORS = tuple(name for name in BACKENDS if name != "cuda")
+
+
+def asked(backend: str) -> dict[str, Any]:
+    """The settings that ask for one of BACKENDS."""
+    if backend == "cuda":
+        return {"backend": "cuda"}
+    return {"backend": "cpu", "cpu_kernels": "torch" if backend == "cpu" else "native"}
 
 
 def settings_for(backend: str, **fields: Any) -> Settings:
     """Settings of a test that runs on every backend. Threads are the processor's."""
-    if backend != "cpu":
+    if backend == "cuda":
         fields.pop("threads", None)
-    return Settings(backend=backend, **fields)  # type: ignore[arg-type]  # one of BACKENDS
+    return Settings(**asked(backend), **fields)
 
 
 def load(backend: str, files: ModelFiles, **fields: Any) -> Any:

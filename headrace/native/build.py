@@ -1,7 +1,7 @@
-"""Compiles `src/` into one shared library, once for each compiler and set of sources.
+"""Compiles `src/` into one shared library, once for each compiler, instruction set and source.
 
-Kernels are compiled once per instruction set and chosen when the library is loaded, so a library
-fits every processor of its architecture.
+At first use only the best set of this processor is compiled: that is the time a newcomer waits.
+A library may also hold several sets (`build(sets=...)`); which one runs is chosen when it starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +37,12 @@ _FLAGS = [
 _AVX2 = ["-DHR_AVX2", "-mavx2", "-mfma", "-mf16c"]
 _AVX512 = ["-DHR_AVX512", "-mavx2", "-mfma", "-mf16c"]
 _AVX512 += [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
+_NEEDS = {  # as Linux names them
+    "avx512": {"avx2", "fma", "f16c"}
+    | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "neon": {"asimddp"},
+}
 _PER_SET = ("linear", "attention", "elementwise", "table")
 _ONCE = ("pack", "pool", "dispatch")
 
@@ -55,13 +61,29 @@ class Built(msgspec.Struct, frozen=True):
     built_s: float
 
 
-def instruction_sets(machine: str) -> dict[str, list[str]]:
-    """Name of a kernel table -> flags it is compiled with."""
+def instruction_sets(machine: str = platform.machine()) -> dict[str, list[str]]:
+    """Kernel tables of an architecture, best first -> the flags they are compiled with."""
     if machine in ("x86_64", "AMD64"):
         return {"avx512": _AVX512, "avx2": _AVX2, "generic": []}
     if machine in ("aarch64", "arm64"):
         return {"neon": ["-march=armv8.2-a+dotprod"], "generic": []}
     return {"generic": []}
+
+
+def best_set(machine: str = platform.machine(), cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The first set whose instructions the processor has, by Linux's names for them.
+
+    Without /proc/cpuinfo: neon on arm64 (every Apple processor has it), else generic.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return "neon" if machine == "arm64" else "generic"
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    flags = set(found.partition(":")[2].split())
+    return next(
+        name for name in instruction_sets(machine) if _NEEDS.get(name, frozenset()) <= flags
+    )
 
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> str | Unavailable:
@@ -76,22 +98,25 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> str | Unavailable:
 
 
 def build(
-    environ: Mapping[str, str] = os.environ, extra_flags: tuple[str, ...] = ()
+    environ: Mapping[str, str] = os.environ,
+    sets: Sequence[str] = (),
+    extra_flags: Sequence[str] = (),
 ) -> Built | Unavailable:
-    """The library for this machine, from the cache or newly built."""
+    """The library with kernels for `sets` (none: this processor's best), cached or newly built."""
+    sets = sets or (best_set(),)
     compiler = find_compiler(environ)
     if isinstance(compiler, Unavailable):
         return compiler
     flags = [*_FLAGS, *extra_flags]
     try:
-        folder = cache.cache_home(environ) / "native" / _key(compiler, flags)
+        folder = cache.cache_home(environ) / "native" / _key(compiler, flags, sets)
         path = folder / "libheadrace.so"
         if path.exists():
             return Built(path, 0.0)
         with cache.lock(folder.parent / "build.lock"):
             if path.exists():  # another process was building it
                 return Built(path, 0.0)
-            return _build(compiler, flags, path)
+            return _build(compiler, flags, sets, path)
     except OSError as error:
         return Unavailable(f"cannot build in {cache.cache_home(environ)}: {error}", "make room")
 
@@ -105,24 +130,25 @@ def _version(compiler: str) -> str:
     return said.stdout
 
 
-def _key(compiler: str, flags: list[str]) -> str:
-    sets = instruction_sets(platform.machine())
-    digest = hashlib.sha256(repr((_version(compiler), flags, sets)).encode())
+def _key(compiler: str, flags: list[str], sets: Sequence[str]) -> str:
+    own = [(name, instruction_sets()[name]) for name in sets]
+    digest = hashlib.sha256(repr((_version(compiler), flags, own)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _commands(compiler: str, flags: list[str], folder: Path) -> tuple[list[list[str]], list[str]]:
+def _commands(
+    compiler: str, flags: list[str], sets: Sequence[str], folder: Path
+) -> tuple[list[list[str]], list[str]]:
     """Commands that make the objects, and those objects."""
     commands, objects = [], []
-    sets = instruction_sets(platform.machine())
     units = [(source, name) for name in sets for source in _PER_SET]
     for source, name in [*units, *((source, "") for source in _ONCE)]:
         target = str(folder / f"{source}.{name or 'all'}.o")
         own = [f"-DHR_ISA={name or 'packing'}", *(f"-DHR_HAS_{known.upper()}" for known in sets)]
         if name:
-            own += [*sets[name], f"-DHR_TABLE=k_{name}"]
+            own += [*instruction_sets()[name], f"-DHR_TABLE=k_{name}"]
         commands.append(
             [compiler, *flags, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", target]
         )
@@ -130,12 +156,12 @@ def _commands(compiler: str, flags: list[str], folder: Path) -> tuple[list[list[
     return commands, objects
 
 
-def _build(compiler: str, flags: list[str], path: Path) -> Built | Unavailable:
+def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> Built | Unavailable:
     began_s = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         folder = Path(temporary)
-        commands, objects = _commands(compiler, flags, folder)
+        commands, objects = _commands(compiler, flags, sets, folder)
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as jobs:
             failures = [said for said in jobs.map(_run, commands) if said]
         made = folder / path.name

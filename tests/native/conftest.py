@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.native.build import Unavailable, instruction_sets
-from headrace.native.library import Library, load
+from headrace.native.build import Unavailable, build, instruction_sets
+from headrace.native.library import Library
 from headrace.native.pool import Pool
 
-SETS = tuple(instruction_sets(platform.machine()))
+SETS = tuple(instruction_sets())
 
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    found = load()
-    if isinstance(found, Unavailable):
-        pytest.skip(f"no native library: {found.reason}; {found.remedy}")
-    return found
+    built = build(sets=SETS)
+    if isinstance(built, Unavailable):
+        pytest.skip(f"no native library: {built.reason}; {built.remedy}")
+    return Library(built.path)
 
 
 @pytest.fixture(scope="session", params=SETS)

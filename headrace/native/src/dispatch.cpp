@@ -1,4 +1,6 @@
 // The C ABI, and which instruction set this processor gets.
+//
+// A library may hold one table (what the machine that built it runs best) or several.
 #include <string.h>
 #if defined(HR_HAS_NEON) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -10,7 +12,7 @@
 
 namespace {
 
-#if defined(HR_HAS_AVX512)
+#if defined(__x86_64__)
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("f16c");
@@ -32,17 +34,22 @@ bool has_dot_products() {
 }
 #endif
 
-// The table called `name`, or the best one for an empty name; null if it cannot run here.
+// The table called `name`, or the best one for an empty name; null if none can run here.
 const Kernels* find(const char* name) {
   const bool any = name[0] == '\0';
 #if defined(HR_HAS_AVX512)
   if (has_avx512() && (any || !strcmp(name, k_avx512.name))) return &k_avx512;
+#endif
+#if defined(HR_HAS_AVX2)
   if (has_avx2() && (any || !strcmp(name, k_avx2.name))) return &k_avx2;
 #endif
 #if defined(HR_HAS_NEON)
   if (has_dot_products() && (any || !strcmp(name, k_neon.name))) return &k_neon;
 #endif
-  return any || !strcmp(name, k_generic.name) ? &k_generic : nullptr;
+#if defined(HR_HAS_GENERIC)
+  if (any || !strcmp(name, k_generic.name)) return &k_generic;
+#endif
+  return nullptr;
 }
 
 }  // namespace
@@ -70,7 +77,7 @@ void hr_pack_rows(int32_t type, int32_t columns, const uint8_t* raw, int32_t cou
   HR_ISA::pack_rows(type, columns, raw, count, targets, out);
 }
 
-// Null if this processor lacks the instruction set. See Pool for the other arguments.
+// Null if this processor or this library lacks the instruction set. See Pool for the other arguments.
 void* hr_pool_new(int32_t threads, const int32_t* cores, int32_t spin_us, const char* isa) {
   const Kernels* kernels = find(isa);
   return kernels ? new Pool(threads, cores, spin_us, kernels) : nullptr;

@@ -29,13 +29,17 @@ struct Kernels {
 };
 
 // The tables that were compiled in.
-extern const Kernels k_generic;
 #if defined(HR_HAS_AVX512)
 extern const Kernels k_avx512;
+#endif
+#if defined(HR_HAS_AVX2)
 extern const Kernels k_avx2;
 #endif
 #if defined(HR_HAS_NEON)
 extern const Kernels k_neon;
+#endif
+#if defined(HR_HAS_GENERIC)
+extern const Kernels k_generic;
 #endif
 
 constexpr int kRowsAPiece = 4;     // of quantise, embed, rotate
