@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,8 @@ SETS = tuple(instruction_sets())
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    built = build(sets=SETS)
+    # NATIVE_FLAGS: scripts/native_sanitize runs these tests under sanitizers.
+    built = build(sets=SETS, extra_flags=os.environ.get("NATIVE_FLAGS", "").split())
     if isinstance(built, Unavailable):
         pytest.skip(f"no native library: {built.reason}; {built.remedy}")
     return Library(built.path)

@@ -7,6 +7,7 @@ with a scale for each 32 columns.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -182,7 +183,7 @@ class NativeForward:
         rows: int,
         exact: bool,
     ) -> None:
-        self._model, self._weights, self._store, self._pool = model, weights, store, pool
+        self._model, self._weights, self._store, self.pool = model, weights, store, pool
         self._exact = exact
         cosines, sines = model.rotary(torch.arange(positions), torch.float32)
         self._cosines, self._sines = cosines.contiguous(), sines.contiguous()
@@ -190,22 +191,39 @@ class NativeForward:
         self._record(_FIRST_ROOM, rows)
 
     def _record(self, tokens: int, rows: int) -> None:
-        buffers = Buffers(self._pool, self._model, tokens, rows)
+        buffers = Buffers(self.pool, self._model, tokens, rows)
         recorder = Recorder(self._model, self._weights, self._store, buffers, exact=self._exact)
         self._model.logits(self._model(recorder), recorder)
         self._buffers, self._recorder = buffers, recorder
         self._ops = (Op * len(recorder.ops))(*recorder.ops)
 
+    @property
+    def ops(self) -> Sequence[Op]:
+        """What a step runs, in order."""
+        return self._recorder.ops
+
     def logits(self, batch: Batch) -> Tensor | None:
         """See `Forward`."""
+        self.reserve(batch.ids.numel(), len(batch.chosen))
+        self.run(batch, self._ops)
+        if not batch.chosen:
+            return None
+        return self._buffers.logits[: len(batch.chosen), : self._model.spec.vocab_size]
+
+    def reserve(self, tokens: int, rows: int) -> None:
+        """Make room for steps of so many tokens and chosen rows; `ops` may be new afterwards."""
+        room = self._buffers
+        if tokens > room.tokens or rows > room.rows:
+            self._record(max(tokens, 2 * room.tokens), max(rows, room.rows))
+
+    def run(self, batch: Batch, ops: ctypes.Array[Op]) -> None:
+        """Run ops over the columns of a batch that fits."""
         tokens = batch.ids.numel()
-        if tokens > self._buffers.tokens or len(batch.chosen) > self._buffers.rows:
-            rows = max(len(batch.chosen), self._buffers.rows)
-            self._record(max(tokens, 2 * self._buffers.tokens), rows)
         counts, starts = np.array(batch.counts), np.array(batch.starts)
         owners = np.repeat(np.arange(counts.size), counts)
         firsts = np.cumsum(counts) - counts
         positions = np.arange(tokens) - firsts[owners] + starts[owners]
+        assert int(positions.max()) < self._cosines.shape[0], "a position past the rotary table"
         writes = np.ones(tokens, np.int32)
         writes[np.isin(owners, batch.unwritten)] = 0
         columns = {
@@ -216,11 +234,7 @@ class NativeForward:
             "writes": writes,
         }
         packed = {name: np.ascontiguousarray(c, np.int32) for name, c in columns.items()}
-        assert int(positions.max()) < self._cosines.shape[0], "a position past the rotary table"
-        self._pool.run(self._ops, self._step(batch, packed))
-        if not batch.chosen:
-            return None
-        return self._buffers.logits[: len(batch.chosen), : self._model.spec.vocab_size]
+        self.pool.run(ops, self._step(batch, packed))
 
     def _step(self, batch: Batch, columns: dict[str, np.ndarray[Any, Any]]) -> Step:
         spec, tables = self._model.spec, batch.tables
@@ -248,5 +262,5 @@ class NativeForward:
 
     def close(self) -> None:
         """End the pool; drop weights and buffers."""
-        self._pool.close()
+        self.pool.close()
         del self._model, self._weights, self._store, self._buffers, self._recorder, self._ops
