@@ -70,7 +70,7 @@ STAGES = (
         8,
         "Attend",
         "compute",
-        ("backends/cpu/attention.py",),
+        ("backends/cpu/attention.py", "native"),
         "read the keys and values of one sequence through its block table",
         "",
     ),

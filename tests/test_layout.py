@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": BASE | {"sources", "quant"},
     "backends": BASE | {"kernels", "native", "models", "sampling"},
     "sampling": BASE,
-    "runner": BASE | {"models", "native", "sampling", "sources", "quant", "backends", "observe"},
+    "runner": BASE
+    | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "api": BASE | {"text", "engine", "sources", "observe", "asked"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors"},
