@@ -6,10 +6,10 @@ import pytest
 
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
-from tests.devices import BACKENDS, WITHOUT_CUDA, WITHOUT_NATIVE
+from tests.devices import BACKEND_PARAMS, WITHOUT_CUDA, WITHOUT_NATIVE
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
+@pytest.fixture(scope="session", params=BACKEND_PARAMS)
 def backend(request: pytest.FixtureRequest) -> str:
     """cpu (torch), native (cpu, C++) with a compiler, cuda with a device; the summary says so."""
     name: str = request.param

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.backends.choose import resolve_backend, settled
 from headrace.config import Settings
 from headrace.errors import ConfigError
@@ -33,8 +35,13 @@ BACKENDS = tuple(
     for name, missing in (("cpu", ""), ("native", WITHOUT_NATIVE), ("cuda", WITHOUT_CUDA))
     if not missing
 )
-
 PROCESSORS = tuple(name for name in BACKENDS if name != "cuda")
+MARKS = {  # what a selection goes by
+    "cpu": pytest.mark.on_cpu,
+    "native": pytest.mark.on_cpu,
+    "cuda": pytest.mark.on_cuda,
+}
+BACKEND_PARAMS = [pytest.param(name, id=name, marks=MARKS[name]) for name in BACKENDS]
 
 
 def asked(backend: str) -> dict[str, Any]:

@@ -126,3 +126,35 @@ def test_every_stage_is_claimed() -> None:
 
 def test_no_junk_drawer() -> None:
     assert not [path for path in files() if path.stem in {"utils", "helpers", "common", "misc"}]
+
+
+def triton_kernels() -> list[tuple[Path, ast.FunctionDef]]:
+    """Every function that Triton compiles, in the package, the tests and the benchmarks."""
+    paths = [
+        path for top in ("headrace", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")
+    ]
+    trees = [(path, ast.parse(path.read_text())) for path in sorted(paths)]
+    return [
+        (path, node)
+        for path, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and is_kernel(node)
+    ]
+
+
+# Names that Triton's launcher uses for itself.
+LAUNCHER_NAMES = {"params", "options", "backend", "specialization", "grid", "warmup", "self"}
+
+
+def test_triton_kernels_are_what_its_compiler_takes() -> None:
+    """The interpreter, which runs them here, takes more than the compiler on a card."""
+    kernels = triton_kernels()
+    assert len(kernels) > 20
+    for path, node in kernels:
+        where = f"{path.relative_to(ROOT)}: {node.name}"
+        for arg in node.args.args:
+            assert arg.arg not in LAUNCHER_NAMES, f"{where}: {arg.arg} is the launcher's own name"
+            written = ast.unparse(arg.annotation) if arg.annotation else "tl.constexpr"
+            assert written == "tl.constexpr", f"{where}: {arg.arg} is annotated {written}"
+        returned = ast.unparse(node.returns) if node.returns else "None"
+        assert returned == "None", f"{where} returns {returned}"

@@ -36,8 +36,8 @@ from headrace.kernels.attention_configs import (
     prefill_config,
 )
 from headrace.kernels.attention_decode import Scratch, decode, most_splits
-from headrace.kernels.attention_prefill import prefill
-from headrace.kernels.chunks import Chunks
+from headrace.kernels.attention_prefill import PrefillScratch, prefill
+from headrace.kernels.chunks import Chunks, Tiling
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.dense_prefill import Buffer, Span, cudnn, dense, flash
 
@@ -54,6 +54,8 @@ SPANS = {
     "0 + 8000": [(0, 8000)],
     "4096 + 896": [(4096, 896)],
     "7168 + 896": [(7168, 896)],
+    "6000 + 256": [(6000, 256)],
+    "4 x (0 + 2048)": [(0, 2048)] * 4,
     "256 x (0 + 32)": [(0, 32)] * 256,
     "896 at 4096, 32 decodes at 4200": [(4096, 896), *[(4200, 1)] * 32],
 }
@@ -186,18 +188,19 @@ def floating_operations(spans: list[tuple[int, int]]) -> int:
 
 
 def triton_run(
-    bench: Bench, spans: list[tuple[int, int]], config: PrefillConfig
+    bench: Bench, spans: list[tuple[int, int]], config: PrefillConfig, split: bool
 ) -> Callable[[Tensor, Tensor, Tensor], object]:
     starts, counts = [s for s, _ in spans], [c for _, c in spans]
     firsts = [sum(counts[:i]) for i in range(len(spans))]
-    group = HEADS // KV_HEADS
-    plan = Chunks.plan(
-        range(len(spans)), starts, counts, firsts, group=group, tile_rows=config.rows
-    )
+    places = bench.sms * config.resident * split
+    tiling = Tiling(HEADS // KV_HEADS, KV_HEADS, config.rows, config.tile_keys, places)
+    plan = Chunks.plan(range(len(spans)), starts, counts, firsts, tiling)
     chunks = Chunks.of(torch.from_numpy(plan).to(bench.device), len(spans), config.rows)
+    scratch = PrefillScratch(tiling, HEAD_DIM, bench.device)
 
     def run(q: Tensor, tables: Tensor, out: Tensor) -> None:
-        prefill(q, bench.k, bench.v, tables, chunks, scale=SCALE, out=out, config=config)
+        at = (q, bench.k, bench.v, tables, chunks)
+        prefill(*at, scale=SCALE, scratch=scratch, out=out, config=config)
 
     return run
 
@@ -241,7 +244,9 @@ def measure_decode(bench: Bench, copy: float) -> list[Row]:
 def measure_prefill(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     for name, spans in SPANS.items():
-        ways = {f"triton {c}": triton_run(bench, spans, c) for c in PREFILL_CANDIDATES}
+        ways = {f"triton {c}": triton_run(bench, spans, c, True) for c in PREFILL_CANDIDATES}
+        whole = prefill_config(DTYPE, HEAD_DIM)
+        ways |= {f"whole tiles {whole}": triton_run(bench, spans, whole, False)}
         if len(spans) == 1:  # one call a chunk: not meant for many small ones
             ways |= {"dense flash": dense_run(bench, spans, flash)}
             ways |= {"dense cudnn": dense_run(bench, spans, cudnn)}
@@ -251,7 +256,7 @@ def measure_prefill(bench: Bench) -> list[Row]:
             rows.append({"spans": name, "way": way, "ms": ms, "first_ms": first_ms})
             rows[-1]["TFLOP/s"] = rate / 1e12
             print(
-                f"prefill {name:32} {way:72} {ms:8.3f} ms (first {first_ms:8.1f})  "
+                f"prefill {name:32} {way:84} {ms:8.3f} ms (first {first_ms:8.1f})  "
                 f"{rate / 1e12:6.1f} TFLOP/s",
                 flush=True,
             )
@@ -266,7 +271,7 @@ def compile_one(task: DecodeConfig | PrefillConfig) -> None:
         for tokens in variants:
             bench.time_decode(tokens, 20, 2, task)
     else:
-        bench.time_prefill([(16, 16)], triton_run(bench, [(16, 16)], task))
+        bench.time_prefill([(16, 16)], triton_run(bench, [(16, 16)], task, True))
 
 
 def compile_all(part: str) -> None:

@@ -154,7 +154,7 @@ def _levels(rows: Rows) -> list[Line]:
     for name in names:
         streams = name.split()[1]
         must, test = "", None
-        offline = rows.get(OURS, f"wave {streams}x(32->75)", "tok_s")
+        offline = rows.get(OURS, f"wave {streams}x(64->75)", "tok_s")
         if streams in ("64", "256") and offline:
             must = f">= 0.97 of offline ({offline:.0f})"
             test = _not_below(0.97 * offline)

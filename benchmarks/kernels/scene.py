@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
+import triton.errors
 from torch import Tensor
 
 from benchmarks.kernels.descent import Choices, Unfit
@@ -139,7 +139,7 @@ class Scene:
 
     def capture(self, choices: Choices) -> None:
         """Make the graph anew; without a GPU steps are launched. Raises Unfit where a kernel does
-        not fit the card."""
+        not compile or fit the card."""
         self.choices, self._graph = choices, None
         if self._device.type != "cuda":
             return
@@ -147,8 +147,10 @@ class Scene:
             self._load(0)
             try:
                 self._launch()  # kernels are loaded before capture
-            except triton.runtime.errors.OutOfResources as error:
-                raise Unfit(str(error)) from error
+            except (triton.errors.TritonError, RuntimeError, AssertionError) as error:
+                if isinstance(error, RuntimeError) and "PassManager" not in str(error):
+                    raise  # of the device, not of the compiler
+                raise Unfit(str(error)) from error  # asserts: what a launch function needs
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 self._launch()
@@ -171,8 +173,11 @@ class Scene:
         return _between_ms(marks)
 
     def compile(self, wanted: Sequence[Choices], workers: int) -> None:
-        """Compile what steps with these choices launch, side by side. One layer stands for all."""
-        with torch.inference_mode(), self._forward.on_stream(), compiling(workers):
+        """Compile what steps with these choices launch, side by side. One layer stands for all.
+
+        What does not compile is found out by `capture`.
+        """
+        with torch.inference_mode(), self._forward.on_stream(), compiling(workers, trying=True):
             for choices in wanted:
                 self.choices = choices
                 ops = self._ops()

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.errors
 from torch import Tensor
 
 from benchmarks.kernels.candidates import candidates
@@ -34,7 +35,7 @@ from headrace.kernels.launch import compiling
 from headrace.kernels.product import Config
 from headrace.kernels.tuned import KINDS, card_file, entry
 
-BUCKETS = {16: (1, 16), 32: (32,), 64: (64,)}  # bucket -> tokens it is timed with
+BUCKETS = {16: (1, 16), 32: (32,), 64: (64,), 128: (128,)}  # bucket -> tokens it is timed with
 FINALISTS = 5
 MAX_ERROR = 1e-2
 
@@ -97,12 +98,9 @@ class Tuner:
         """(kind, weight, configuration, tokens) of launches to come, side by side."""
         if not self.workers:
             return
-        try:
-            with compiling(self.workers):
-                for kind, weight, config, m in launches:
-                    self.steps[m].ours(kind, weight, config, self.pdl)
-        except Exception as error:
-            print(f"one of {len(launches)} does not compile: {error!r}", flush=True)
+        with compiling(self.workers, trying=True):
+            for kind, weight, config, m in launches:
+                self.steps[m].ours(kind, weight, config, self.pdl)
 
     def weights(self, kind: str, copies: int) -> list[Tensor]:
         """Random ones, of the size of a trained model's."""
@@ -144,7 +142,7 @@ class Tuner:
                     first.append(
                         (self.time(kind, weights, config, max(self.buckets[bucket]), 3), i)
                     )
-                except triton.runtime.errors.OutOfResources as error:
+                except triton.errors.TritonError as error:
                     print(f"{kind}, {config}: {error}", flush=True)
             finalists = [configs[i] for _, i in sorted(first)[:FINALISTS]]
             timed = [

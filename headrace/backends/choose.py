@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -25,7 +27,7 @@ _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("gpu_memory_utilization",),
     "cuda": ("threads", "cpu_kernels", "cpu_precision"),
 }
-_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.040, 4
+_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.042, 4
 _WITHOUT_GPU = "no NVIDIA GPU found"
 
 
@@ -72,6 +74,8 @@ def cuda_gaps(
     device: Path = Path("/dev/nvidiactl"),
     find: Callable[[str], ModuleSpec | None] = find_spec,
     environ: Mapping[str, str] = os.environ,
+    which: Callable[[str], str | None] = shutil.which,
+    headers: Path | None = None,
 ) -> list[str]:
     """What the cuda backend lacks on this machine, each with its remedy; empty if it can run.
 
@@ -89,7 +93,19 @@ def cuda_gaps(
         gaps.append("torch is a build without CUDA: install a CUDA build (https://pytorch.org)")
     if find("triton") is None:
         gaps.append("triton is not installed: pip install triton")
+    if not environ.get("CC") and not which("gcc") and not which("clang"):
+        gaps.append("triton needs a C compiler for its launchers: install gcc")
+    elsewhere = environ.get("CPATH") or environ.get("C_INCLUDE_PATH")
+    if not elsewhere and not ((headers or _python_headers()) / "Python.h").exists():
+        gaps.append("triton needs Python's headers for its launchers: install python3-dev")
     return gaps
+
+
+def _python_headers() -> Path:
+    """Where triton looks for them."""
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's own
+    return Path(sysconfig.get_paths(scheme=scheme)["include"])
 
 
 def _cuda_of(version_file: Path) -> str:

@@ -7,6 +7,7 @@ Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV) and `r
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -22,6 +23,10 @@ class StepCost(msgspec.Struct, frozen=True):
     Matrix products take `token_s` a token, paid in whole tiles, but never less than `floor_s`, in
     which the weights are read; the rest takes `base_s`. Attention takes `pair_s` for each pair of a
     prefill token and a token that it sees, and `read_s` for each token that a decode row reads.
+
+    Products and attention of some hundred tokens fill a device unevenly. So where `sizes` were
+    measured, ascending, a step of up to sizes[-1] tokens is priced by the first size that holds it:
+    size_s without attention of prompts, size_pair_s a pair.
     """
 
     floor_s: float
@@ -30,13 +35,19 @@ class StepCost(msgspec.Struct, frozen=True):
     pair_s: float
     read_s: float
     tile: int  # tokens, at least 1
+    sizes: tuple[int, ...] = ()
+    size_s: tuple[float, ...] = ()
+    size_pair_s: tuple[float, ...] = ()
 
     def seconds(self, tokens: int, pairs: float, reads: int) -> float:
-        """Time of a step of `tokens` tokens; never falls when an argument rises.
+        """Time of a step of `tokens` tokens.
 
         pairs: the sum over prefill rows of count * (start + count / 2); reads: the sum of the
-        contexts of decode rows.
+        contexts of decode rows. Never falls when an argument rises, if size_s does not.
         """
+        if self.sizes and tokens <= self.sizes[-1]:
+            at = bisect_left(self.sizes, tokens)
+            return self.size_s[at] + self.size_pair_s[at] * pairs + self.read_s * reads
         padded = -(-tokens // self.tile) * self.tile
         products_s = max(self.floor_s, self.token_s * padded)
         return products_s + self.base_s + self.pair_s * pairs + self.read_s * reads

@@ -9,9 +9,10 @@ When there is none, the worst running sequence is preempted: it loses its KV and
 to its place in the queue and is computed again later. Whatever was accepted fits the pool alone and
 the best running sequence can always take memory from all others, so the engine cannot lock up.
 
-Against thrashing, an admission leaves `_spare` blocks free: a watermark, plus, after preemptions,
-a share (`_pressure`, halved every ~140 steps) of all blocks that running sequences may still ask
-for.
+Against thrashing, an admission leaves `_spare` blocks free: a watermark, and room for the next
+`HEADROOM_TOKENS` of every running sequence, as far as it may still grow and up to a quarter of the
+pool; or, after preemptions, a share (`_pressure`, halved every ~140 steps) of all blocks that
+running sequences may still ask for, if that is more.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from headrace.engine.stats import Tally
 from headrace.kv.cache import KVCache
 
 WATERMARK = 0.01  # of all blocks; at least one block
+HEADROOM_TOKENS = 128
+HEADROOM_SHARE = 4  # one part in this many of the pool is the most
 PRESSURE_STEP = 0.25  # what a preemption adds to the pressure, at most 1 in all
 PRESSURE_DECAY = 0.995  # per step
 PRESSURE_OFF = 0.01
@@ -220,7 +223,9 @@ class Scheduler:
         if not self.running:
             return 0
         growth = self.growth_blocks + self._growth(candidate)
-        return self._watermark + int(self._pressure * growth)
+        soon = (len(self.running) + 1) * self.kv.blocks_for(HEADROOM_TOKENS)
+        headroom = min(growth, soon, self.kv.size // HEADROOM_SHARE)
+        return self._watermark + max(headroom, int(self._pressure * growth))
 
     def _growth(self, sequence: Sequence) -> int:
         """Blocks that the sequence may still ask for."""

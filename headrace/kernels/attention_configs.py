@@ -44,12 +44,14 @@ def decode_config(dtype: torch.dtype, head_dim: int) -> DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """rows: queries times heads of one program; tile_keys: keys a turn of the loop."""
+    """rows: queries times heads of one program; tile_keys: keys a turn of the loop;
+    resident: programs that a multiprocessor holds at once, by their registers and memory."""
 
     rows: int
     tile_keys: int
     warps: int
     stages: int
+    resident: int = 1
 
 
 # Hopper's wgmma takes 64 rows a group of four warps. Tiles of 128 keys, and 128 rows in four
@@ -58,9 +60,7 @@ PREFILL_CANDIDATES = (
     PrefillConfig(128, 64, 8, 3),
     PrefillConfig(128, 64, 8, 2),
     PrefillConfig(128, 32, 8, 4),
-    PrefillConfig(64, 64, 4, 3),
-    PrefillConfig(64, 64, 4, 2),
-    PrefillConfig(64, 32, 4, 4),
+    PrefillConfig(64, 64, 4, 2, resident=2),
 )
 
 

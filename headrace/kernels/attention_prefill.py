@@ -3,10 +3,15 @@
 The new K and V are in the cache already. A tile holds queries times the query heads of one KV
 head, flattened: no row is lost whatever the group, K and V pass once for all of them, and a chunk
 of one token is a small tile like any other. Online softmax: https://arxiv.org/abs/2205.14135.
+
+Tiles that would keep a few multiprocessors busy while the rest of the card has no work left are cut
+into parts of their keys by the plan (`chunks.choose_parts`): each program leaves a partial result
+(maximum, sum, unnormalised output) in float32, the last one of its tile adds them up.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +19,7 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.attention import LOG2E, check_layout, output_like, soft_cap
 from headrace.kernels.attention_configs import PrefillConfig, prefill_config
-from headrace.kernels.chunks import Chunks
+from headrace.kernels.chunks import TILE_WORDS, Chunks, Tiling
 from headrace.kernels.launch import launch
 
 
@@ -75,7 +80,7 @@ def _attend(
                 seen = seen & (key[None, :] > query_position[:, None] - WINDOW)
             scores = tl.where(seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-        if MASKED and WINDOW > 0:  # a query may have seen no key yet
+        if MASKED:  # a query may have seen no key yet: of this part, or of a window
             finite = tl.where(new_top == -float("inf"), 0.0, new_top)
         else:
             finite = new_top
@@ -90,8 +95,63 @@ def _attend(
     return acc, top, total
 
 
+@triton.jit
+def _leave(
+    outputs,  # PrefillScratch
+    stats,
+    slots,
+    at,  # index of the part and KV head
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    M: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    m = tl.arange(0, M)
+    line = at.to(tl.int64) * M + m
+    tl.store(stats + line, top)
+    tl.store(stats + slots.to(tl.int64) * (KV_HEADS * M) + line, total)
+    tl.store(outputs + line[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], acc)
+
+
+@triton.jit
+def _sum_parts(
+    outputs,
+    stats,
+    slots,
+    at,  # of the first part; the parts of one KV head lie KV_HEADS apart
+    parts,
+    KV_HEADS: tl.constexpr,
+    M: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """-> sum and unnormalised output of all keys. Loads pass the L1, which may be stale."""
+    m = tl.arange(0, M)
+    top = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D_PAD], tl.float32)
+    for part in range(parts):
+        line = (at + part * KV_HEADS).to(tl.int64) * M + m
+        one_top = tl.load(stats + line, cache_modifier=".cg")
+        one_total = tl.load(
+            stats + slots.to(tl.int64) * (KV_HEADS * M) + line, cache_modifier=".cg"
+        )
+        one = tl.load(
+            outputs + line[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], cache_modifier=".cg"
+        )
+        new_top = tl.maximum(top, one_top)
+        finite = tl.where(new_top == -float("inf"), 0.0, new_top)
+        shrink = tl.exp2(top - finite)
+        weight = tl.exp2(one_top - finite)
+        total = total * shrink + one_total * weight
+        acc = acc * shrink[:, None] + one * weight[:, None]
+        top = new_top
+    return total, acc
+
+
 @triton.jit(
-    do_not_specialize=["width"],
+    do_not_specialize=["width", "slots"],
     do_not_specialize_on_alignment=["rows", "starts", "counts", "firsts", "tiles", "tables"],
 )
 def _prefill_kernel(
@@ -106,8 +166,12 @@ def _prefill_kernel(
     tiles,
     tables,  # [rows, width]
     sinks,  # [heads]
+    outputs,  # PrefillScratch
+    stats,
+    arrived,
     scale,
     width,
+    slots,  # of the scratch
     Q_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -120,15 +184,17 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    WORDS: tl.constexpr,  # of a tile
     PDL: tl.constexpr,
 ):
     pdl.release(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
-    pair = tiles + tl.program_id(0) // KV_HEADS * 2
+    words = tiles + tl.program_id(0) // KV_HEADS * WORDS
     pdl.wait(PDL)
-    chunk, tile = tl.load(pair), tl.load(pair + 1)
+    chunk, tile = tl.load(words), tl.load(words + 1)
     if chunk < 0:
         return
+    part, parts, slot = tl.load(words + 2), tl.load(words + 3), tl.load(words + 4)
     start, count = tl.load(starts + chunk), tl.load(counts + chunk)
     table = tables + tl.load(rows + chunk).to(tl.int64) * width
     first = tl.load(firsts + chunk).to(tl.int64)
@@ -149,28 +215,31 @@ def _prefill_kernel(
 
     acc = tl.zeros([M, D_PAD], tl.float32)
     if HAS_SINKS:  # as a key seen before all others, with a value of zero
-        top = tl.load(sinks + head).to(tl.float32) * LOG2E
-        total = tl.full([M], 1.0, tl.float32)
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        top = tl.where(part == 0, sink, -float("inf"))
+        total = tl.where(part == 0, tl.full([M], 1.0, tl.float32), 0.0)
     else:
         top = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
     # Tiles [0, full_end) end before the first query; of these, all queries see those from
-    # full_begin on.
-    end = tl.cdiv(n_keys, TILE)
-    full_end = (lowest + 1) // TILE
+    # full_begin on. Of all three kinds, those in [begin, end) are this part's.
     full_begin = 0
     oldest = 0
     base = kv_head * (PAGE * D)
     if WINDOW > 0:
         oldest = tl.maximum(lowest + 1 - WINDOW, 0)
         full_begin = tl.cdiv(tl.maximum(n_keys - WINDOW, 0), TILE)
-        edge_end = tl.minimum(full_begin, end)
+    key_tiles = tl.cdiv(n_keys, TILE) - oldest // TILE
+    begin = oldest // TILE + part * key_tiles // parts
+    end = oldest // TILE + (part + 1) * key_tiles // parts
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.minimum(tl.maximum((lowest + 1) // TILE, full_begin), end)
+    if WINDOW > 0:
         acc, top, total = _attend(
             acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
-            oldest // TILE, edge_end, scale, True,
+            begin, full_begin, scale, True,
             KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
         )  # fmt: skip
-        full_end = tl.maximum(full_end, edge_end)
     acc, top, total = _attend(
         acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
         full_begin, full_end, scale, False,
@@ -181,12 +250,41 @@ def _prefill_kernel(
         full_end, end, scale, True,
         KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
     )  # fmt: skip
-    acc = acc / total[:, None]
-    tl.store(
-        out + (first + query)[:, None] * (KV_HEADS * GROUP * D) + head[:, None] * D + d[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=inside,
+    answer = (
+        out + (first + query)[:, None] * (KV_HEADS * GROUP * D) + head[:, None] * D + d[None, :]
     )
+    if parts == 1:
+        tl.store(answer, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        at = slot * KV_HEADS + kv_head
+        _leave(outputs, stats, slots, at + part * KV_HEADS, acc, top, total, KV_HEADS, M, D_PAD)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        if tl.atomic_add(arrived + at, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived + at, 0)  # as the next call expects it
+            total, acc = _sum_parts(outputs, stats, slots, at, parts, KV_HEADS, M, D_PAD)
+            tl.store(answer, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+class PrefillScratch:
+    """Memory for partial results of the parts of one plan; the layers of a step share it.
+
+    outputs [slots, kv_heads, rows, padded head_dim] float32, unnormalised; stats [2, slots,
+    kv_heads, rows] float32: maximum (base 2) and sum; arrived [slots, kv_heads] int32: programs
+    that have left theirs; 0 between calls. Two calls may share it only one after the other.
+    """
+
+    def __init__(self, tiling: Tiling, head_dim: int, device: torch.device) -> None:
+        self.slots = max(1, tiling.max_parts)
+        shape = (self.slots, tiling.kv_heads, tiling.rows)
+        self.outputs = torch.empty(*shape, padded_dim(head_dim), device=device)
+        self.stats = torch.empty(2, *shape, device=device)
+        assert self.outputs.dtype == torch.float32, "torch's default dtype was changed"
+        self.arrived = torch.zeros(shape[:2], dtype=torch.int32, device=device)
+
+
+def padded_dim(head_dim: int) -> int:
+    """As `tl.dot` wants it."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def prefill(
@@ -197,6 +295,7 @@ def prefill(
     chunks: Chunks,
     *,
     scale: float,
+    scratch: PrefillScratch,
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -207,7 +306,8 @@ def prefill(
 
     q [T, heads, d] (heads and d contiguous); k, v [blocks, kv_heads, block_size, d], contiguous;
     tables [rows, width] int32. `scale`, `window`, `softcap`, `sinks` as in `decode`.
-    chunks.tile_rows is the configuration's. -> out [T, heads, d], new where None; tokens of no
+    chunks.tile_rows is the configuration's; the scratch is made for the plan's tiling.
+    -> out [T, heads, d], new where None; tokens of no
     chunk are left as they are. No host synchronisation.
     """
     check_layout(q, k, v)
@@ -217,6 +317,7 @@ def prefill(
     kv_heads, page = k.shape[1:3]
     config = config or prefill_config(q.dtype, d)
     assert chunks.tile_rows == config.rows, (chunks.tile_rows, config)
+    assert scratch.outputs.shape[1:] == (kv_heads, config.rows, padded_dim(d)), "scratch of another"
     out = output_like(q, out)
     launch(
         _prefill_kernel,
@@ -225,27 +326,28 @@ def prefill(
         k,
         v,
         out,
-        chunks.rows,
-        chunks.starts,
-        chunks.counts,
-        chunks.firsts,
-        chunks.tiles,
+        *(chunks.rows, chunks.starts, chunks.counts, chunks.firsts, chunks.tiles),
         tables,
         q if sinks is None else sinks,  # never read where there are none
+        scratch.outputs,
+        scratch.stats,
+        scratch.arrived,
         scale,
         tables.shape[1],
+        scratch.slots,
         Q_STRIDE=q.stride(0),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         M=config.rows,
         D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)),
+        D_PAD=padded_dim(d),
         PAGE=page,
         TILE=config.tile_keys,
         STAGES=config.stages,
         WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        WORDS=TILE_WORDS,
         num_warps=config.warps,
         **pdl.options(pdl.supported(q.device)),
     )

@@ -7,12 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
 
-@triton.jit(do_not_specialize=["spare"])
+@triton.jit(
+    do_not_specialize=["spare"],
+    do_not_specialize_on_alignment=["ids", "last", *COLUMNS],
+)
 def begin_kernel(
     ids,
     last,

@@ -6,6 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
+# They may be slices of a larger table: their alignment is no reason to compile a kernel anew.
+COLUMNS = ("rows", "positions", "writes", "tables")
+
 
 @dataclasses.dataclass(frozen=True)
 class StepColumns:

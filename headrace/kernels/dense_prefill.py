@@ -69,7 +69,7 @@ class Buffer:
 
 
 @triton.jit(
-    do_not_specialize=["row", "width", "length", "capacity"],
+    do_not_specialize=["row", "width", "length", "padded", "capacity"],
     do_not_specialize_on_alignment=["tables"],
 )
 def _gather_kernel(
@@ -81,6 +81,7 @@ def _gather_kernel(
     row,
     width,
     length,
+    padded,
     capacity,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -95,29 +96,39 @@ def _gather_kernel(
     block = tl.load(table + position // PAGE, mask=position < length, other=0).to(tl.int64)
     line = block * (KV_HEADS * PAGE * D) + (kv_head * (PAGE * D) + position % PAGE * D)
     inside = (position < length)[:, None] & (d < D)[None, :]
+    written = (position < padded)[:, None] & (d < D)[None, :]
     source = line[:, None] + d[None, :]
     target = (kv_head * capacity.to(tl.int64) + position)[:, None] * D + d[None, :]
-    tl.store(out_k + target, tl.load(k + source, mask=inside), mask=inside)
-    tl.store(out_v + target, tl.load(v + source, mask=inside), mask=inside)
+    tl.store(out_k + target, tl.load(k + source, mask=inside, other=0.0), mask=written)
+    tl.store(out_v + target, tl.load(v + source, mask=inside, other=0.0), mask=written)
 
 
 def gather(
-    k: Tensor, v: Tensor, tables: Tensor, row: int, length: int, out_k: Tensor, out_v: Tensor
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    row: int,
+    length: int,
+    out_k: Tensor,
+    out_v: Tensor,
+    *,
+    padded: int | None = None,
 ) -> None:
     """Copy the first `length` positions of a row out of the paged cache.
 
     k, v [blocks, kv_heads, block_size, d]; tables [rows, width]; out_k, out_v
-    [kv_heads, >= length, d], contiguous.
+    [kv_heads, >= length, d], contiguous. Positions [length, padded) are set to zero.
     """
     _, kv_heads, page, d = k.shape
-    assert 0 < length <= out_k.shape[1], (length, out_k.shape)
+    padded = length if padded is None else padded
+    assert 0 < length <= padded <= out_k.shape[1], (length, padded, out_k.shape)
     assert out_k.is_contiguous(), "out layout"
     assert out_v.is_contiguous(), "out layout"
     assert out_k.shape == out_v.shape, (out_k.shape, out_v.shape)
     tile = 64
     launch(
         _gather_kernel,
-        (triton.cdiv(length, tile) * kv_heads,),
+        (triton.cdiv(padded, tile) * kv_heads,),
         k,
         v,
         tables,
@@ -126,6 +137,7 @@ def gather(
         row,
         tables.shape[1],
         length,
+        padded,
         out_k.shape[1],
         KV_HEADS=kv_heads,
         PAGE=page,

@@ -17,6 +17,7 @@ from headrace.kernels.product import (
     block_m,
     check,
     columns_a_turn,
+    early_columns,
     norm_reference,
     normed,
     prefetch_bytes,
@@ -45,13 +46,14 @@ def gate_up_kernel(
     SPLIT: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Grid (groups of BN / 2 pairs of rows, SPLIT)."""
     acc, live = product(
         x, weight, gain, eps, partials, squares, locks, m,
-        2 * FFN, K, FFN, BM, BN, BK, SPLIT, NORM, PREFETCH, THREADS, PDL,
+        2 * FFN, K, FFN, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, THREADS, PDL,
     )  # fmt: skip
     gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     y = gate * tl.sigmoid(gate) * up
@@ -83,7 +85,7 @@ def gate_up(
         FFN=ffn, K=k, BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config),
         SPLIT=config.split_k,
         NORM=fold, PREFETCH=prefetch_bytes(weight, config, with_pdl),
-        THREADS=32 * config.warps,
+        EARLY=early_columns(x, config), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out

@@ -7,27 +7,45 @@ program needs is to call what it will call, with the same arguments, and launch 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton
+from triton.runtime._async_compile import active_mode
 
 _compiling = False  # one thread launches; see `compiling`
-_compiled = 0
 
 
-def _count(**_facts: Any) -> None:
-    global _compiled
-    _compiled += 1
+class _Counts:
+    """Compilations end on many threads."""
+
+    def __init__(self) -> None:
+        self.compiled = self.fetched = 0
+        self._lock = threading.Lock()
+        self._before = triton.knobs.compilation.listener
+        triton.knobs.compilation.listener = self._hear
+
+    def _hear(self, *, cache_hit: bool, **facts: Any) -> None:
+        with self._lock:
+            self.fetched += cache_hit
+            self.compiled += not cache_hit
+        if self._before is not None:
+            self._before(cache_hit=cache_hit, **facts)
 
 
-triton.knobs.runtime.jit_post_compile_hook = _count
+_counts = _Counts()
 
 
 def compiled() -> int:
-    """Kernels that this process has compiled, or fetched from the cache on disk, so far."""
-    return _compiled
+    """Kernels that this process has compiled so far: a second or so each."""
+    return _counts.compiled
+
+
+def fetched() -> int:
+    """Kernels that it found compiled in the cache on disk instead: some milliseconds each."""
+    return _counts.fetched
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
@@ -39,15 +57,20 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
 
 
 @contextlib.contextmanager
-def compiling(workers: int) -> Iterator[None]:
+def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     """Inside, launches compile and do not run; at the end all compilations are done.
 
-    Not for two threads at once. Raises what a compilation raised.
+    Not for two threads at once. Raises what a compilation raised; `trying`: whoever launches such a
+    kernel hears of it, nobody else.
     """
     global _compiling
-    with ThreadPoolExecutor(workers, "compile") as pool, triton.AsyncCompileMode(pool):
-        _compiling = True
-        try:
+    try:
+        with (
+            ThreadPoolExecutor(workers, "compile") as pool,
+            triton.AsyncCompileMode(pool, ignore_errors=trying),
+        ):
+            _compiling = True
             yield
-        finally:
-            _compiling = False
+    finally:
+        _compiling = False
+        active_mode.set(None)  # where a compilation failed, Triton leaves its own

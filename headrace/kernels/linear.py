@@ -16,6 +16,7 @@ from headrace.kernels.product import (
     block_m,
     check,
     columns_a_turn,
+    early_columns,
     norm_reference,
     normed,
     prefetch_bytes,
@@ -48,6 +49,7 @@ def linear_kernel(
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -56,7 +58,7 @@ def linear_kernel(
     `residual` may be `out`: one program reads and writes a place."""
     acc, live = product(
         x, weight, gain, eps, partials, squares, locks, m,
-        N, K, 0, BM, BN, BK, SPLIT, NORM, PREFETCH, THREADS, PDL,
+        N, K, 0, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, THREADS, PDL,
     )  # fmt: skip
     token = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -102,7 +104,8 @@ def linear(
         N=n, K=k, BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config),
         SPLIT=config.split_k,
         BIAS=bias is not None, RESIDUAL=residual is not None, NORM=fold,
-        PREFETCH=prefetch_bytes(weight, config, with_pdl), THREADS=32 * config.warps,
+        PREFETCH=prefetch_bytes(weight, config, with_pdl),
+        EARLY=early_columns(x, config), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out

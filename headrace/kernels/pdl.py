@@ -6,6 +6,8 @@ Rules for a kernel launched with `launch_pdl=True`:
   every program calls `wait` before it reads what another kernel of the step wrote, and before it
   writes anything: then all kernels before have ended, not only the last one;
   no program ends before `wait`. Before it only what never changes (weights) may be touched.
+In a loop whose loads are pipelined `after_wait` is both a wait and a value: loads at addresses made
+from it come after the wait whatever the compiler moves, others may be in flight before.
 """
 
 from __future__ import annotations
@@ -32,6 +34,22 @@ def wait(PDL: tl.constexpr) -> None:
     """Until every kernel before this one has ended and its writes are seen."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def after_wait(turn, PDL: tl.constexpr):
+    """`turn` (int32, any changing value), once every kernel before this one has ended."""
+    if PDL:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, $1;",
+            "=r,r",
+            [turn],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return turn
 
 
 def supported(device: torch.device) -> bool:

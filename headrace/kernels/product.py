@@ -26,7 +26,8 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.rms_norm import rms_norm
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
+BUCKETS = (16, 32, 64, MAX_TOKENS)  # rows of the tile that holds the tokens
 FOLD_TOKENS = 16  # the most tokens with which a norm folds into the product
 
 Norm = tuple[Tensor, float]  # weight [K], eps
@@ -40,7 +41,8 @@ class Config:
     the pipeline, `split_k` programs that share the same rows, `prefetch_bytes` of its
     rows that a program fetches into the L2 cache while the kernel before ends (0: none; without
     dependent launches none). `fold_norm`: a norm folds into the product where it can; else it is a
-    kernel of its own, before.
+    kernel of its own, before. `early`: the pipeline fills with weights before the kernel before
+    ends, and x, which must wait, is not part of it but loaded a turn ahead; else both are.
     """
 
     block_n: int
@@ -50,14 +52,18 @@ class Config:
     split_k: int = 1
     prefetch_bytes: int = 0
     fold_norm: bool = True
+    early: bool = False
 
 
 def shared_bytes(config: Config, bucket: int) -> int:
     """Shared memory of a program's pipeline for a tile of `bucket` tokens.
 
-    Tiles of 64 tokens go through the asynchronous matrix unit (wgmma), which holds one stage more.
+    Tiles of 64 tokens and more go through the asynchronous matrix unit (wgmma), which holds a stage
+    more.
     """
-    stages = config.stages if bucket == MAX_TOKENS else config.stages - 1
+    stages = config.stages if bucket >= 64 else config.stages - 1
+    if config.early:  # x passes through shared memory once a turn
+        return (bucket + config.block_n * stages) * config.block_k * 2
     return (bucket + config.block_n) * config.block_k * 2 * stages
 
 
@@ -83,9 +89,9 @@ class Workspace:
 
 
 def block_m(tokens: int) -> int:
-    """Rows of the tile that holds `tokens`: 16, 32 or 64."""
+    """Rows of the tile that holds `tokens`: one of BUCKETS."""
     assert 1 <= tokens <= MAX_TOKENS, f"{tokens} tokens: these kernels take 1 to {MAX_TOKENS}"
-    return next(size for size in (16, 32, MAX_TOKENS) if tokens <= size)
+    return next(size for size in BUCKETS if tokens <= size)
 
 
 def columns_a_turn(x: Tensor, config: Config) -> int:
@@ -96,6 +102,11 @@ def columns_a_turn(x: Tensor, config: Config) -> int:
     if x.element_size() == 2:
         return config.block_k
     return max(16, min(64, config.block_k // 2))
+
+
+def early_columns(x: Tensor, config: Config) -> int:
+    """Columns of its rows that a program loads before it waits; 0: none."""
+    return (config.stages - 1) * columns_a_turn(x, config) if config.early else 0
 
 
 def check(x: Tensor, weight: Tensor, norm: Norm | None) -> None:
@@ -186,6 +197,15 @@ def rows_of(group, j, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def load_x(x_at, live, k, column, K: tl.constexpr, EVEN: tl.constexpr):
+    """x [BM, BK] from column k on, 0 where there is none."""
+    if EVEN:
+        return tl.load(x_at + k, mask=live[:, None], other=0.0)
+    else:
+        return tl.load(x_at + k, mask=live[:, None] & (k + column < K)[None, :], other=0.0)
+
+
+@triton.jit
 def product(
     x,
     weight,
@@ -204,6 +224,7 @@ def product(
     SPLIT: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -219,7 +240,7 @@ def product(
     first_k = part * (TURNS * BK)
     if PREFETCH > 0:
         end_k = tl.minimum(first_k + TURNS * BK, K)
-        fetch(weight, group, first_k, end_k, N, K, HALF, BN, PREFETCH, THREADS)
+        fetch(weight, group, first_k + EARLY, end_k, N, K, HALF, BN, PREFETCH, THREADS)
     column = tl.arange(0, BK)
     if NORM:
         g = tl.load(gain + first_k + column, mask=first_k + column < K, other=0.0)
@@ -228,27 +249,38 @@ def product(
     row = rows_of(group, tl.arange(0, BN), N, HALF, BN)
     x_at = x + token[:, None] * K + column[None, :]
     weight_at = weight + row[None, :] * K + column[:, None]
-    pdl.wait(PDL)
+    if EARLY == 0:
+        pdl.wait(PDL)
+    else:
+        a = tl.zeros((BM, BK), dtype=x.dtype.element_ty)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     gram = tl.zeros((BM, BM), dtype=tl.float32)  # x x^T
     for turn in range(TURNS):
         k = first_k + turn * BK
         if EVEN:
-            a = tl.load(x_at + k, mask=live[:, None], other=0.0)
             b = tl.load(weight_at + k, eviction_policy="evict_first")
         else:
-            inside = k + column < K
-            a = tl.load(x_at + k, mask=live[:, None] & inside[None, :], other=0.0)
             b = tl.load(
-                weight_at + k, mask=inside[:, None], other=0.0, eviction_policy="evict_first"
-            )
+                weight_at + k, mask=(k + column < K)[:, None], other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+        if EARLY == 0:
+            a = load_x(x_at, live, k, column, K, EVEN)
+        else:
+            then = first_k + pdl.after_wait(turn, PDL) * BK
+            if turn == 0:
+                a = load_x(x_at, live, then, column, K, EVEN)
+            next_a = load_x(x_at, live & (turn < TURNS - 1), then + BK, column, K, EVEN)
         if NORM:
             after = k + BK + column  # a turn ahead: its latency hides behind this turn's products
             next_g = tl.load(gain + after, mask=after < K, other=0.0)
             gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
-            a = a * g[None, :]
+            acc = tl.dot(a * g[None, :], b, acc, input_precision="ieee")
             g = next_g
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        if EARLY > 0:
+            a = next_a
     square = tl.sum(tl.where(token[:, None] == token[None, :], gram, 0.0), axis=1)
 
     if SPLIT > 1:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
 from headrace.kernels.product import (
     Config,
@@ -17,6 +17,7 @@ from headrace.kernels.product import (
     block_m,
     check,
     columns_a_turn,
+    early_columns,
     norm_reference,
     normed,
     prefetch_bytes,
@@ -27,7 +28,7 @@ from headrace.kernels.rotary import check_paged, rotary_write_reference
 from headrace.kernels.shapes import check_output
 
 
-@triton.jit(do_not_specialize=["m", "eps", "width"])
+@triton.jit(do_not_specialize=["m", "eps", "width"], do_not_specialize_on_alignment=COLUMNS)
 def qkv_kernel(
     x,
     weight,
@@ -60,6 +61,7 @@ def qkv_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -68,7 +70,7 @@ def qkv_kernel(
     PAIRS: tl.constexpr = (HEADS + 2 * KV_HEADS) * HALF
     acc, live = product(
         x, weight, gain, eps, partials, squares, locks, m,
-        2 * PAIRS, K, HALF, BM, BN, BK, SPLIT, NORM, PREFETCH, THREADS, PDL,
+        2 * PAIRS, K, HALF, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, THREADS, PDL,
     )  # fmt: skip
     low, high = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     pair = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
@@ -148,7 +150,8 @@ def qkv(
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, K=hidden,
         BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config), SPLIT=config.split_k,
         BIAS=bias is not None, NORM=fold,
-        PREFETCH=prefetch_bytes(weight, config, with_pdl), THREADS=32 * config.warps,
+        PREFETCH=prefetch_bytes(weight, config, with_pdl),
+        EARLY=early_columns(x, config), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return q

@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=COLUMNS)
 def rotary_write_kernel(
     qkv,
     rows,

@@ -124,45 +124,18 @@ def sample(
     chunks = scratch.peaks.shape[1]
     common: dict[str, Any] = {"VOCAB": vocab, "CHUNKS": chunks, **pdl.options(with_pdl)}
     weigh = kind != "greedy"
-    launch(
-        chunk_peaks_kernel,
-        (chunks, draws),
-        logits,
-        params,
-        draw_rows,
-        scratch.peaks,
-        scratch.firsts,
-        scratch.masses,
-        CHUNK=scratch.chunk,
-        WEIGH=weigh,
-        num_warps=8,
-        **common,
-    )
+    launch(chunk_peaks_kernel, (chunks, draws),
+        logits, params, draw_rows, scratch.peaks, scratch.firsts, scratch.masses,
+        CHUNK=scratch.chunk, WEIGH=weigh, num_warps=8, **common,
+    )  # fmt: skip
     if kind == "full":
         _truncate(logits, params, draw_rows, scratch, common)
-    launch(
-        draw_kernel,
-        (draws,),
-        logits,
-        params,
-        positions,
-        draw_tokens,
-        draw_rows,
-        last,
-        tokens,
-        scratch.peaks,
-        scratch.firsts,
-        scratch.masses,
-        scratch.equals,
-        scratch.edges,
-        scratch.rooms,
-        CHUNKS_PADDED=triton.next_power_of_2(chunks),
-        CHUNK=scratch.chunk,
-        WEIGH=weigh,
-        TRUNCATE=kind == "full",
-        num_warps=8 if weigh else 1,
-        **common,
-    )
+    launch(draw_kernel, (draws,),
+        logits, params, positions, draw_tokens, draw_rows, last, tokens,
+        scratch.peaks, scratch.firsts, scratch.masses, scratch.equals, scratch.edges, scratch.rooms,
+        CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
+        WEIGH=weigh, TRUNCATE=kind == "full", num_warps=8 if weigh else 1, **common,
+    )  # fmt: skip
 
 
 def _truncate(
@@ -176,54 +149,19 @@ def _truncate(
     room = at.candidates.shape[1]
     inputs = (logits, params, draw_rows, at.peaks)
     bracket = (at.brackets, at.counts, at.above_mass)
-    launch(
-        bracket_kernel,
-        (draws,),
-        *inputs,
-        at.masses,
-        *bracket,
-        CHUNKS_PADDED=padded,
-        SAMPLE=at.sample,
-        LOW=low,
-        num_warps=8,
-        **common,
-    )
-    launch(
-        gather_kernel,
-        (chunks, draws),
-        *inputs,
-        *bracket,
-        at.candidates,
-        CHUNKS_PADDED=padded,
-        CHUNK=at.chunk,
-        ROOM=room,
-        LOW=low,
-        num_warps=8,
-        **common,
-    )
-    launch(
-        edge_kernel,
-        (draws,),
-        *inputs,
-        at.masses,
-        *bracket,
-        at.candidates,
-        at.edges,
-        at.rooms,
-        CHUNKS_PADDED=padded,
-        ROOM=room,
-        LOW=low,
-        num_warps=16,
-        **common,
-    )
-    launch(
-        kept_kernel,
-        (chunks, draws),
-        *inputs,
-        at.masses,
-        at.equals,
-        at.edges,
-        CHUNK=at.chunk,
-        num_warps=8,
-        **common,
-    )
+    launch(bracket_kernel, (draws,),
+        *inputs, at.masses, *bracket,
+        CHUNKS_PADDED=padded, SAMPLE=at.sample, LOW=low, num_warps=8, **common,
+    )  # fmt: skip
+    launch(gather_kernel, (chunks, draws),
+        *inputs, *bracket, at.candidates,
+        CHUNKS_PADDED=padded, CHUNK=at.chunk, ROOM=room, LOW=low, num_warps=8, **common,
+    )  # fmt: skip
+    launch(edge_kernel, (draws,),
+        *inputs, at.masses, *bracket, at.candidates, at.edges, at.rooms,
+        CHUNKS_PADDED=padded, ROOM=room, LOW=low, num_warps=16, **common,
+    )  # fmt: skip
+    launch(kept_kernel, (chunks, draws),
+        *inputs, at.masses, at.equals, at.edges,
+        CHUNK=at.chunk, num_warps=8, **common,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """Which configuration streams a matrix fastest on a card: data that a script measured.
 
 `tuned/<card>.json` is written by `scripts/tune_kernels` on that card. An entry holds for one layer
-(qkv, out, gate_up, down, head), N and K of its weight, and a bucket of tokens (up to 16, 32 or 64);
+(qkv, out, gate_up, down, head), N and K of its weight, and a bucket of tokens (see `product`);
 a null configuration says that the library's matrix product and kernels of their own were faster.
 `scripts/tune_step` adds what a whole step chose, the attention of its tokens too.
 """
@@ -49,7 +49,7 @@ def entry(kind: str, n: int, k: int, bucket: int, config: Config | None) -> dict
 
 
 def default(m: int, n: int) -> Config:
-    """For a shape or card that nobody measured: no split, at most 80 KB of shared memory."""
+    """For a shape that nobody measured: no split, at most 80 KB of shared memory."""
     block_n = 32 if n <= 8192 else 64
     if block_m(m) == 16:
         return Config(block_n, block_k=8192 // block_n, warps=4, stages=4, prefetch_bytes=32768)
@@ -65,11 +65,16 @@ def choose(
     *,
     folder: Path = FOLDER,
 ) -> Config | None:
-    """The configuration for m tokens and a weight [n, k]; None: the library is faster."""
+    """The configuration for m tokens and a weight [n, k]; None: the library's product.
+
+    On a card that nobody measured it is the library's throughout: never much slower than the best.
+    """
     assert kind in KINDS, f"{kind} is none of {KINDS}"
-    if m > MAX_TOKENS:
+    measured = entries(card_file(device_name, folder))
+    if m > MAX_TOKENS or not measured:
         return None
-    return entries(card_file(device_name, folder)).get((kind, n, k, block_m(m)), default(m, n))
+    unmeasured = default(m, n) if m <= 64 else None
+    return measured.get((kind, n, k, block_m(m)), unmeasured)
 
 
 class Heads(NamedTuple):

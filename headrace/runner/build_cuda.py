@@ -143,6 +143,9 @@ def build_runner(
     with phase("capture graphs", report):
         forward = forward_on(model, plan, blocks.value, card, buffers)
         forward.capture()
+    with phase("plan the attention of long prompts", report):
+        chosen = forward.prepare_attention()
+    report(chosen, 0.0)
     with phase("measure the time of steps", report):
         cost = measure_cost(forward, plan.max_tokens)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)

@@ -16,27 +16,43 @@ from headrace.messages import Join, Output, Sampling, StepPlan
 from headrace.runner.forward import MIXED_SIZES, Forward
 
 _TILE = 128  # rows of a matrix product's tile on current cards
-_REPEATS = 2
+_REPEATS = 1
 _SHARE_OF_READ = 0.85  # of the rate the weights are read with, for KV of decode rows
 
 
 def measure_cost(forward: Forward, max_tokens: int) -> StepCost:
-    """From steps of one token, of half and all of the largest mixed graph, and of one that ends
-    a long context."""
+    """Times every size of a mixed graph, without context and at the end of a long one."""
     probe = Probe(forward)
-    large = min(max_tokens, MIXED_SIZES[-1], probe.room)
-    small = max(1, large // 2)
-    far = max(0, min(8 * large, probe.room) - large)
+    most = min(max_tokens, MIXED_SIZES[-1], probe.room)
+    sizes = sorted({most, *(size for size in MIXED_SIZES if size < most)})
+    far = max(0, min(8 * most, probe.room) - most)
     floor_s = probe.seconds(0, 1)
-    small_s, large_s = probe.seconds(0, small), probe.seconds(0, large)
-    pair_s = max(0.0, (probe.seconds(far, large) - large_s) / (large * max(1, far)))
-    pairs = (large**2 - small**2) / 2
-    token_s = max(1e-9, (large_s - small_s - pair_s * pairs) / max(1, large - small))
-    base_s = large_s - token_s * large - pair_s * large**2 / 2
+    size_s: list[float] = []
+    size_pair_s: list[float] = []
+    for size in sizes:
+        near_s = probe.seconds(0, size)
+        pair_s = max(0.0, probe.seconds(far, size) - near_s) / (size * far) if far else 0.0
+        size_pair_s.append(pair_s)
+        alone_s = max(floor_s, near_s - pair_s * size**2 / 2)
+        size_s.append(max([alone_s, *size_s[-1:]]))  # noise never makes a larger step cheaper
     probe.close()
     weights = sum(p.numel() * p.element_size() for p in forward.model.parameters())
     read_s = floor_s * forward.store.token_bytes / weights / _SHARE_OF_READ
-    return StepCost(floor_s, token_s, min(max(0.0, base_s), floor_s), pair_s, read_s, _TILE)
+    half = len(sizes) // 2
+    token_s = (size_s[-1] - size_s[half]) / max(1, sizes[-1] - sizes[half])
+    token_s = max(token_s, size_s[-1] / sizes[-1] / 2)
+    base_s = max(0.0, size_s[-1] - token_s * sizes[-1])
+    return StepCost(
+        floor_s,
+        token_s,
+        base_s,
+        size_pair_s[-1],
+        read_s,
+        _TILE,
+        (1, *sizes),
+        (floor_s, *size_s),
+        (size_pair_s[0], *size_pair_s),
+    )
 
 
 class Probe:
@@ -75,7 +91,7 @@ class Probe:
                 self._forward.run(plan, [0])
 
     def seconds(self, start: int, count: int) -> float:
-        """The shortest of a few runs, after one that is not counted."""
+        """The shortest of `_REPEATS` runs, after one that is not counted."""
         best = float("inf")
         for attempt in range(_REPEATS + 1):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 import torch
 
@@ -16,7 +17,7 @@ from headrace.engine.protocol import Capacity
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
 from headrace.runner.device_state import DeviceState
-from headrace.runner.forward import Forward
+from headrace.runner.forward import Forward, Way
 
 _OFFERED = (Output.NONE, Output.SAMPLE)
 _IN_FLIGHT = 4  # result slots: more than the tickets that may be open
@@ -62,7 +63,7 @@ class CudaRunner:
         self._began = [self._event() for _ in range(_IN_FLIGHT)]
         self._ended = [self._event() for _ in range(_IN_FLIGHT)]
         self._at = 0
-        self._counts = {"steps_alone": 0, "steps_mixed": 0, "steps_eager": 0}
+        self._counts = {f"steps_{way}": 0 for way in get_args(Way)}
 
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else None

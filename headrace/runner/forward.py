@@ -1,11 +1,12 @@
 """The forward pass on a GPU: a CUDA graph for a step of few tokens, call by call for others.
 
-Three ways to run a step, by what it brings:
+Ways to run a step, by what it brings:
   alone   every token is a query of its own: token t of row r attends to positions 0..p of that
           row, with its K and V written first. Decode rows and short prompts, in any mix.
-  mixed   decode rows alone, the tokens of prompts in chunks that share the keys they read
+  mixed   few decode rows alone, the tokens of prompts in chunks that share the keys they read
+  crowd   as mixed, with many decode rows: a graph launches programs for as many as it may hold
   eager   as mixed, but launched one by one: more tokens than a graph holds
-The first two replay a graph, padded up to the next captured size; padding reads a spare row.
+All but the last replay a graph, padded up to the next captured size; padding reads a spare row.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from headrace.kernels.launch import compiled, compiling
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState
-from headrace.runner.step_input import StepInput
+from headrace.runner.step_input import StepInput, leading_singles
 
-Way = Literal["alone", "mixed", "eager"]
+Way = Literal["alone", "mixed", "crowd", "eager"]
 
 # Tokens of a captured step. Finer where a decode batch is usual, coarser where the products are.
 ALONE_SIZES: tuple[int, ...] = (
@@ -37,6 +38,7 @@ ALONE_SIZES: tuple[int, ...] = (
     *(160, 192, 224, 256, 320, 384, 448, 512),
 )
 MIXED_SIZES: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
+MIXED_SINGLES = 64  # decode rows of a mixed graph
 ALONE_PAIRS = 1 << 15  # query-key pairs of prompts up to which nobody needs to share keys
 
 
@@ -63,14 +65,18 @@ class Forward:
         self._sizes: dict[Way, list[int]] = {
             "alone": up_to(ALONE_SIZES, max_tokens),
             "mixed": up_to(MIXED_SIZES, max_tokens),
+            "crowd": [n for n in up_to(MIXED_SIZES, max_tokens) if n > MIXED_SINGLES],
             "eager": [max_tokens],
         }
-        self._inputs = {
-            way: StepInput(sizes[-1], draws, self.device) for way, sizes in self._sizes.items()
+        graphed = StepInput(self._sizes["mixed"][-1], draws, self.device)
+        self._inputs: dict[Way, StepInput] = {
+            "alone": StepInput(self._sizes["alone"][-1], draws, self.device),
+            "mixed": graphed,
+            "crowd": graphed,
+            "eager": StepInput(max_tokens, draws, self.device),
         }
         largest = self._sizes["mixed"][-1]
-        group, tile_rows = attention.group, attention.tile_rows
-        self._chunks = ChunkTable(largest, group, tile_rows, self.device)
+        self._chunks = ChunkTable(largest, attention.tiling, self.device)
         self._graphs: dict[tuple[Way, int], torch.cuda.CUDAGraph] = {}
         self._input = self._inputs["alone"]
         self._pool: Any = None
@@ -90,18 +96,15 @@ class Forward:
 
     def way(self, plan: StepPlan) -> Way:
         """How a step is run."""
-        tokens = sum(plan.counts)
-        chunks = pairs = 0
-        if tokens > len(plan.counts):
-            for start, count in zip(plan.starts, plan.counts, strict=True):
-                if count > 1:
-                    chunks += 1
-                    pairs += count * (start + count)
+        tokens, singles = sum(plan.counts), leading_singles(plan)
+        ends = zip(plan.starts[singles:], plan.counts[singles:], strict=True)
+        pairs = sum(count * (start + count) for start, count in ends)
         if tokens <= self._sizes["alone"][-1] and pairs <= ALONE_PAIRS:
             return "alone"
-        if tokens <= self._sizes["mixed"][-1] and chunks <= MAX_CHUNKS:
-            return "mixed"
-        return "eager"
+        chunks = len(plan.counts) - singles
+        if tokens > self._sizes["mixed"][-1] or chunks > MAX_CHUNKS:
+            return "eager"
+        return "mixed" if singles <= MIXED_SINGLES else "crowd"
 
     def run(self, plan: StepPlan, sources: list[int]) -> Way:
         """Queue a step; logits [len(sources), vocab] stand in the buffers."""
@@ -113,15 +116,15 @@ class Forward:
                 source.load(plan, sources, size, self.state.spare_row)
             self._replay(way, size)
             return way
-        if way == "mixed":
-            size = self._padded(way, tokens)
-            source.load(plan, sources, size, self.state.spare_row)
-            self._chunks.load(plan, size)
-            self._replay(way, size)
-        else:
+        if way == "eager":
             source.load(plan, sources, tokens, self.state.spare_row)
             columns = source.columns(tokens, self.state.tables)
             self._layers(source, tokens, self._attention.mixed(columns, plan))
+        else:
+            size = self._padded(way, tokens)
+            source.load(plan, sources, size, self.state.spare_row)
+            self._chunks.load(plan, leading_singles(plan), size)
+            self._replay(way, size)
         self._logits(source, tokens, len(sources))
         return way
 
@@ -148,8 +151,9 @@ class Forward:
         source, tables = self._inputs[way], self.state.tables
         if way == "alone":
             return self._attention.singles(source.columns(size, tables))
+        singles = min(size, MIXED_SINGLES) if way == "mixed" else size
         return StepAttention(
-            self._attention, source.singles(size, tables), size, self._chunks.chunks(size)
+            self._attention, source.singles(size, tables), singles, self._chunks.chunks(size)
         )
 
     def _ops(self, source: StepInput, tokens: int, step: StepAttention) -> CudaOps:
@@ -217,6 +221,11 @@ class Forward:
             for n in (1, draws):
                 self._draw(self.place.buffers.logits[:n], n, tokens[:n], kind)
 
+    def prepare_attention(self) -> str:
+        """Plan what the attention of long prompts needs planned -> what was chosen, and why."""
+        with torch.inference_mode(), self.on_stream():
+            return self._attention.prepare(self.store.k[0], self.store.v[0], self.state.tables)
+
     def capture(self, limit: int | None = None) -> None:
         """Capture the graphs, the largest first: later ones find their memory in its pool.
 
@@ -236,7 +245,7 @@ class Forward:
         self._compiled = compiled()
 
     def _graph_list(self) -> list[tuple[Way, int]]:
-        ways: tuple[Way, ...] = ("mixed", "alone")
+        ways: tuple[Way, ...] = ("crowd", "mixed", "alone")
         return [(way, size) for way in ways for size in reversed(self._sizes[way])]
 
     @property

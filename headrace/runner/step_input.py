@@ -10,13 +10,18 @@ from headrace.kernels.columns import StepColumns
 from headrace.messages import StepPlan
 
 
+def leading_singles(plan: StepPlan) -> int:
+    """The rows of one token that a plan begins with: its decode rows, if it has chunks too."""
+    return next((i for i, count in enumerate(plan.counts) if count > 1), len(plan.counts))
+
+
 class StepInput:
     """Columns of at most `tokens` tokens and `draws` draws, all int32.
 
     rows, positions, writes, ids: one entry a token. alone: the position of a token that is a query
-    of its own, -1 for one of a chunk. sources: the token behind each row of logits. draw_tokens,
-    draw_rows: one entry a draw. The host stores positions less one: the device moves them on as a
-    step begins, so that a steady decode step needs no upload at all.
+    of its own (those of the plan's first rows), -1 for one of a chunk. sources: the token behind
+    each row of logits. draw_tokens, draw_rows: one entry a draw. The host stores positions less
+    one: the device moves them on as a step begins, so that a steady decode step needs no upload.
     """
 
     def __init__(self, tokens: int, draws: int, device: torch.device) -> None:
@@ -64,7 +69,8 @@ class StepInput:
         firsts = np.cumsum(counts) - counts
         places = np.arange(tokens) - np.repeat(firsts - plan.starts, counts)
         positions[:tokens] = places - 1
-        alone[:tokens] = np.where(np.repeat(counts, counts) == 1, places, -1)
+        singles = leading_singles(plan)
+        alone[:singles], alone[singles:] = places[:singles], -1
         writes[:tokens] = 1
         for row in plan.unwritten:
             writes[firsts[row] : firsts[row] + counts[row]] = 0
@@ -73,7 +79,6 @@ class StepInput:
             flat += (-1,) if given is None else given
         ids[:tokens] = flat
         rows[tokens:], positions[tokens:], writes[tokens:], ids[tokens:] = spare_row, -1, 0, 0
-        alone[tokens:] = -1
         lasts = firsts + counts - 1
         slot[5, : len(sources)] = lasts[sources]
         slot[5, len(sources) :] = 0

@@ -17,7 +17,7 @@ from tests.backend.runner_contract import (
     ROWS,
     MakeRunner,
 )
-from tests.devices import BACKENDS, load
+from tests.devices import BACKEND_PARAMS, BACKENDS, load
 from tests.golden.reference import tiny_model
 
 
@@ -45,7 +45,7 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeRunner]:
     return {"fake": make_fake} | {backend: maker(backend) for backend in BACKENDS}
 
 
-@pytest.mark.parametrize("name", ["fake", *BACKENDS])
+@pytest.mark.parametrize("name", ["fake", *BACKEND_PARAMS])
 @pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
 def test_contract(
     clause: Callable[[MakeRunner], None], name: str, runners: dict[str, MakeRunner]

@@ -47,10 +47,13 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(name: str, folder: Path) -> tuple[Any, ModelFiles]:
-    """A random model of `TINY`, in eval mode, and its files under `folder`."""
+def tiny_model(name: str, folder: Path, **sizes: int) -> tuple[Any, ModelFiles]:
+    """A random model of `TINY`, in eval mode, and its files under `folder`.
+
+    sizes: what differs from it, under transformers' names.
+    """
     torch.manual_seed(sum(name.encode()))
-    changes = TINY[name]
+    changes = TINY[name] | sizes
     model: Any
     if name.startswith("qwen2"):
         model = Qwen2ForCausalLM(Qwen2Config(**(_SHAPE | changes)))

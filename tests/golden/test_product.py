@@ -22,7 +22,7 @@ from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import load_tokenizer
-from tests.devices import BACKENDS
+from tests.devices import BACKENDS, MARKS
 from tests.golden.product import (
     BLOCK,
     Case,
@@ -69,7 +69,7 @@ def on(cases: Sequence[Case], cuda: Sequence[Case] | None = None) -> list[Any]:
     loaded_anew = cases if cuda is None else cuda
     by_backend = {"cpu": cases, "native": loaded_anew, "cuda": loaded_anew}
     return [
-        pytest.param(backend, case, id=f"{backend}-{case}")
+        pytest.param(backend, case, id=f"{backend}-{case}", marks=MARKS[backend])
         for backend in BACKENDS
         for case in by_backend[backend]
     ]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
 import torch
 
-from tests.kernels import interpreter
-
 CUDA = torch.cuda.is_available()
-if not CUDA:
+TRITON = importlib.util.find_spec("triton") is not None
+if not TRITON:
+    collect_ignore_glob = ["test_*.py"]
+elif not CUDA:
+    from tests.kernels import interpreter
+
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     interpreter.repair()
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not TRITON:
+        why = "triton is not installed (it is for Linux: pip install triton)"
+        terminalreporter.write_line(f"NOT RUN: tests/kernels: {why}")
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def test_old_keys_behind_a_window_are_not_followed() -> None:
     assert_close(out, reference, torch.float32)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=50 if CUDA else 6, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=18),
     splits=st.integers(1, 12),

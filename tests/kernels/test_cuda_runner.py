@@ -1,58 +1,191 @@
-"""The CUDA runner in Triton's interpreter: its plans, tables, kernels and sampler, but no graphs.
+"""The CUDA runner in Triton's interpreter, against the CPU runner: one scenario, no graphs.
 
-On a machine with a GPU the contract suite runs it as users do; see `tests/backend`.
+The interpreter runs each program of a grid in Python, so everything is as small as it goes. On a
+machine with a GPU the contract suite runs the runner as users do; see `tests/backend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import functools
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.config import Settings
 from headrace.engine.protocol import Capacity, Runner
+from headrace.messages import Grow, Sampling
 from headrace.runner.build import load_model, read_facts
 from headrace.sources.files import ModelFiles
-from tests.backend.runner_contract import (
-    BLOCK_SIZE,
-    BLOCKS,
-    CONTRACT,
-    MAX_MODEL_LEN,
-    ROWS,
-    MakeRunner,
-)
+from tests.backend.runner_contract import Steps
+from tests.devices import load
 from tests.golden.reference import tiny_model
 from tests.kernels.conftest import CUDA
 
 pytestmark = pytest.mark.skipif(CUDA, reason="the contract suite runs on the GPU itself")
 
+BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN, MAX_TOKENS = 16, 4, 4, 32, 12
+FIRST = [11, 7, 3]
+LONG = [5, 60, 42, 42, 9, 33, 2]  # a block and three quarters
+DRAWN = Sampling(temperature=0.9, top_p=0.8, seed=7)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that pad little; a sampler that looks at few logits at a time."""
+    from headrace.kernels.sampling import Scratch
+    from headrace.runner import forward
+
+    monkeypatch.setattr(forward, "ALONE_SIZES", (1, 4))
+    monkeypatch.setattr(forward, "MIXED_SIZES", (8,))
+    monkeypatch.setattr(forward, "MIXED_SINGLES", 1)
+    allocate = functools.partial(Scratch.allocate, chunk=32, sample=16)
+    monkeypatch.setattr(Scratch, "allocate", allocate)
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("interpreted")
-    tiny_model("llama-gqa", folder)
-    return folder
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 67}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    _, files = tiny_model("qwen2", tmp_path_factory.mktemp("interpreted"), **sizes, **heads)
+    return files
 
 
-def interpreted(folder: Path, max_tokens: int) -> Runner:
+def interpreted(files: ModelFiles) -> Any:
     """A CudaRunner on CPU tensors."""
     from headrace.backends.cuda.buffers import Buffers
     from headrace.backends.cuda.device import Card
+    from headrace.kernels.tuned import default
     from headrace.runner.build_cuda import Plan, forward_on
     from headrace.runner.cuda_runner import CudaRunner
 
-    facts = read_facts(Settings(dtype="float32"), ModelFiles("interpreted", "hf", folder))
+    facts = read_facts(Settings(dtype="float32"), files)
     model = load_model(facts.spec, facts.checkpoint, torch.float32)
-    plan = Plan(ROWS, max_tokens, BLOCK_SIZE, MAX_MODEL_LEN)
-    card = Card("interpreter", 0, 0, 2, (0, 0))
-    buffers = Buffers(facts.spec, max_tokens, ROWS, torch.float32, torch.device("cpu"))
-    forward = forward_on(model, plan, BLOCKS, card, buffers)
+    plan = Plan(ROWS, MAX_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN)
+    card = Card("interpreter", 0, 0, 1, (0, 0))
+    buffers = Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
+    forward = forward_on(
+        model, plan, BLOCKS, card, buffers, choose=lambda kind, m, n, k: default(m, n)
+    )
     capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, facts.spec.vocab_size)
     return CudaRunner(forward, capacity)
 
 
-@pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
-def test_contract(clause: Callable[[MakeRunner], None], folder: Path) -> None:
-    clause(lambda: interpreted(folder, 64))
+def on_the_cpu(files: ModelFiles) -> Runner:
+    runner: Runner = load(
+        "cpu",
+        files,
+        dtype="float32",
+        kv_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        threads=1,
+    )
+    return runner
+
+
+def scenario(runner: Runner) -> dict[str, list[int]]:
+    """What happens -> the tokens drawn in those steps, in their order."""
+    steps, said = Steps(runner), {}
+
+    def decode(*rows: int, times: int = 1) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(times):
+            for row in rows:
+                steps.forward(row, None)
+            tokens += steps.run()
+        return tokens
+
+    steps.join(0, [3, 1, 8])
+    steps.forward(0, FIRST)
+    said["a prompt"] = steps.run()
+    said["its first decode"] = decode(0)
+    said["steady"] = decode(0, times=2)
+
+    steps.join(1, [5, 2], DRAWN, choice=0)
+    steps.forward(0, None)
+    steps.forward(1, LONG[:6], draw_into=())
+    said["a chunk beside a decode"] = steps.run()
+    steps.join(2, [5, 2], DRAWN, choice=1)
+    steps.forward(0, None)
+    steps.forward(1, LONG[6:], draw_into=(1, 2))
+    said["two draws from one row"] = steps.run()
+    steps.length[2] = len(LONG)
+    steps.grows = [Grow(1, 0, 1, [9, 10]), Grow(2, 0, 2, [11])]
+    steps.copies = [(2, 9)]
+    said["a fork writes into its copy"] = decode(0, 1, 2)
+    said["three steady"] = decode(0, 1, 2, times=2)
+
+    first = said["a prompt"][0]
+    steps.join(3, [3, 12])  # the first block of row 0 holds FIRST and the first token drawn
+    for row in (0, 1, 2):
+        steps.forward(row, None)
+    steps.forward(3, [first], start=len(FIRST), written=False)
+    said["a fully cached prompt"] = steps.run()
+    assert said["a fully cached prompt"][-1] == said["its first decode"][0]
+
+    steps.leaves = [1]
+    said["after a leave"] = decode(0, 2, 3)
+    steps.join(1, [10, 9, 7], Sampling(temperature=1.1, seed=2**64 - 1))
+    for row in (0, 2, 3):
+        steps.forward(row, None)
+    steps.forward(1, LONG[:5])
+    said["a row taken again"] = steps.run()
+    steps.leaves = [2]
+    steps.join(2, [2, 5, 11])
+    for row in (0, 1, 3):
+        steps.forward(row, None)
+    steps.forward(2, LONG)
+    said["more than a graph holds"] = steps.run()
+    for row in (0, 1, 2, 3):
+        steps.forward(row, None)
+    ahead = steps.launch()
+    for row in (0, 1, 2, 3):
+        steps.forward(row, None)
+    behind = steps.launch()
+    said["two in flight"] = [*ahead.result().tokens, *behind.result().tokens]
+    return said
+
+
+def test_a_scenario_draws_the_tokens_of_the_cpu(files: ModelFiles) -> None:
+    runner = interpreted(files)
+    said = scenario(runner)
+    assert said == scenario(on_the_cpu(files))
+    ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
+    assert ways == {"steps_alone": 12, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 1}
+    runner.close()
+
+
+def test_steady_steps_send_nothing(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second decode step of a batch on: neither columns nor deltas."""
+    from headrace.backends.cuda.upload import Upload
+
+    sent: list[int] = []
+    send = Upload.send
+
+    def noted(self: Upload, target: torch.Tensor, count: int) -> None:
+        sent.append(count)
+        send(self, target, count)
+
+    monkeypatch.setattr(Upload, "send", noted)
+    steps = Steps(interpreted(files))
+    uploads: list[int] = []
+
+    def step(ids: list[int] | None = None) -> None:
+        sent.clear()
+        steps.forward(0, ids)
+        steps.run()
+        uploads.append(len(sent))
+
+    steps.join(0, [3, 1])
+    step(FIRST)
+    for _ in range(3):
+        step()
+    steps.grows = [Grow(0, 0, 2, [8])]
+    step()
+    step([4])
+    step()
+    assert uploads == [2, 1, 0, 0, 1, 1, 0]
+    steps.runner.close()

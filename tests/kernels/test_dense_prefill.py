@@ -59,6 +59,11 @@ def test_gather(dtype: torch.dtype, d: int, length: int) -> None:
     for out, source in ((out_k, cache.k), (out_v, cache.v)):
         assert torch.equal(out[:, :length], gather_reference(source, cache.tables, 1, length))
         assert out[:, length:].isnan().all(), "past the end"
+    gather(cache.k, cache.v, cache.tables, 1, length, out_k, out_v, padded=length + 3)
+    for out, source in ((out_k, cache.k), (out_v, cache.v)):
+        assert torch.equal(out[:, :length], gather_reference(source, cache.tables, 1, length))
+        assert (out[:, length : length + 3] == 0).all()
+        assert out[:, length + 3 :].isnan().all(), "past the padding"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,13 @@ DTYPES = [torch.float32, torch.float16, BFLOAT16]
 PLAIN = Config(block_n=16, block_k=16, warps=1, stages=2)
 SPLIT = Config(block_n=16, block_k=16, warps=1, stages=2, split_k=3)
 WIDE = Config(block_n=32, block_k=64, warps=4, stages=3, prefetch_bytes=16384)
+EARLY = dataclasses.replace(PLAIN, stages=3, early=True)
+EARLY_SPLIT = dataclasses.replace(SPLIT, early=True)
 CASES = [  # m, N, K
+    pytest.param(1, 48, 64, EARLY, id="one-token-early"),
+    pytest.param(16, 40, 16, EARLY, id="one-turn-early"),
+    pytest.param(5, 37, 53, EARLY_SPLIT, id="odd-split-early"),
+    pytest.param(70, 33, 48, EARLY, id="128-tokens-early"),
     pytest.param(1, 48, 64, PLAIN, id="one-token"),
     pytest.param(3, 37, 53, SPLIT, id="odd-split"),
     pytest.param(5, 37, 53, WIDE, id="odd-wide"),
@@ -30,6 +38,7 @@ CASES = [  # m, N, K
     pytest.param(16, 32, 128, WIDE, id="even-wide"),
     pytest.param(17, 40, 32, PLAIN, id="32-tokens"),
     pytest.param(40, 33, 48, SPLIT, id="64-tokens"),
+    pytest.param(100, 33, 48, SPLIT, id="128-tokens"),
 ]
 
 
@@ -188,8 +197,8 @@ def test_what_it_cannot_do_it_refuses(device: torch.device) -> None:
         linear(x, weight, norm=(gain[:31], 1e-6), config=PLAIN)
     with pytest.raises(AssertionError, match="needs a workspace"):
         linear(x, weight, config=SPLIT)
-    with pytest.raises(AssertionError, match="65 tokens"):
-        block_m(65)
+    with pytest.raises(AssertionError, match="129 tokens"):
+        block_m(129)
 
 
 @pytest.mark.skipif(not CUDA, reason="NOT RUN: the 14B's shapes need the GPU")

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.kernels import draw_params
 from headrace.kernels.draw_params import Kind, kind_of, pack
-from headrace.kernels.philox import uniform as uniform_on_device
 from headrace.kernels.sampling import Scratch, sample
-from headrace.kernels.weights import ordered, unordered
 from headrace.messages import Sampling
 from headrace.sampling import params as host_params
 from headrace.sampling.params import Columns
 from headrace.sampling.pipeline import STAGES, inverse_cdf, run_stages
 from headrace.sampling.rng import uniform, uniform_reference
-
-from .conftest import CUDA
+from tests.kernels.conftest import CUDA
+from tests.kernels.probes import keys_kernel, uniform_kernel
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -252,30 +247,14 @@ def test_counts_follow_the_probabilities() -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 18.5
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _uniform_kernel(words: Any, out: Any) -> None:
-    i = tl.program_id(0)
-    w = words + i * 4
-    u = uniform_on_device(tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3))
-    tl.store(out + i, u)
-
-
 def test_uniform_is_the_host_s_bit_by_bit() -> None:
     words = np.random.default_rng(4).integers(0, 2**32, (40, 4)).astype(np.uint32)
     words[0] = 0
     words[1] = 2**32 - 1
     out = torch.full((40,), float("nan"), dtype=torch.float64, device=DEVICE)
-    _uniform_kernel[(40,)](torch.from_numpy(words.view(np.int32)).to(DEVICE), out)
+    uniform_kernel[(40,)](torch.from_numpy(words.view(np.int32)).to(DEVICE), out)
     for (low, high, choice, position), u in zip(words.tolist(), out.tolist(), strict=True):
         assert u == uniform_reference(low | (high << 32), choice, position)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _keys_kernel(z: Any, keys: Any, back: Any, N: tl.constexpr) -> None:
-    i = tl.arange(0, N)
-    key = ordered(tl.load(z + i))
-    tl.store(keys + i, key)
-    tl.store(back + i, unordered(key))
 
 
 def test_keys_have_the_order_of_floats() -> None:
@@ -283,7 +262,7 @@ def test_keys_have_the_order_of_floats() -> None:
     z = torch.tensor([*values, *values[:6]], device=DEVICE)
     keys = torch.zeros(16, dtype=torch.int32, device=DEVICE)
     back = torch.full((16,), float("nan"), device=DEVICE)
-    _keys_kernel[(1,)](z, keys, back, N=16)
+    keys_kernel[(1,)](z, keys, back, N=16)
     assert torch.equal(back, z)  # -0.0 == 0.0
     by_key, by_value = keys[:, None] < keys[None, :], z[:, None] < z[None, :]
     assert torch.equal(by_key, by_value)

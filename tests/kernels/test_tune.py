@@ -32,7 +32,7 @@ class Counter:
         return float(next(self.numbers))
 
 
-BUCKETS = {16: (1, 3), 32: (17,)}
+BUCKETS = {16: (3,), 32: (17,)}
 
 
 def tuner(device: torch.device, numbers: Iterator[int]) -> Tuner:
@@ -54,7 +54,7 @@ def test_what_is_written_is_chosen(
         assert config.prefetch_bytes == 131072
         assert not config.fold_norm, "the last variant was the fastest"
     rates = made["chain"]["terabytes_per_s"]
-    assert set(rates["library"]) == {1, 3, 17}
+    assert set(rates["library"]) == {3, 17}
 
 
 def test_a_faster_library_is_kept(device: torch.device) -> None:
@@ -68,7 +68,7 @@ def test_a_faster_library_is_kept(device: torch.device) -> None:
 
 def test_a_wrong_product_is_caught(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuner(device, itertools.count(1))
-    monkeypatch.setattr(made.steps[17], "reference", lambda kind, w: torch.ones(17, 32))
+    monkeypatch.setattr(made.steps[17], "reference", lambda *_: torch.ones(17, 32, device=device))
     with pytest.raises(AssertionError, match="relative error"):
         made.check("out", made.weights("out", 1)[0], default(32, 32), 32)
 
@@ -81,7 +81,7 @@ def test_other_shapes_stay_in_the_file(tmp_path: Path) -> None:
     assert merged({"entries": [new]}, path)["entries"] == [old[0], new]
 
 
-@pytest.mark.parametrize("bucket", [16, 32, 64])
+@pytest.mark.parametrize("bucket", [16, 32, 64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_of_a_real_shape(kind: str, bucket: int) -> None:
     n, k = Shape().matrices()[kind]

@@ -187,6 +187,25 @@ def test_the_step_stays_below_the_target_or_grants_the_least(
         assert step_s(cost, decodes, chunks) <= target_s * (1 + 1e-9)
 
 
+def test_measured_sizes_price_the_steps_that_they_hold() -> None:
+    cost = msgspec.structs.replace(
+        COST, sizes=(1, 128, 256), size_s=(0.007, 0.01, 0.02), size_pair_s=(3e-9, 2e-9, 1e-9)
+    )
+    assert cost.seconds(1, 0, 0) == 0.007
+    assert cost.seconds(2, 1000, 0) == pytest.approx(0.01 + 1000 * 2e-9)
+    assert cost.seconds(128, 1000, 10) == pytest.approx(0.01 + 1000 * 2e-9 + 10 * COST.read_s)
+    assert cost.seconds(129, 1000, 0) == pytest.approx(0.02 + 1000 * 1e-9)
+    assert cost.seconds(257, 1000, 0) == COST.seconds(257, 1000, 0), "beyond them by the line"
+    longer = msgspec.structs.replace(
+        cost,
+        sizes=(1, 128, 256, 384, 512),
+        size_s=(0.007, 0.01, 0.02, 0.03, 0.06),
+        size_pair_s=(1e-9,) * 5,
+    )
+    chunks = fill(CostBudget(longer, MAX_TOKENS, 0.035), [5] * 8, [(0, 4000)])
+    assert chunks == [(0, 376)], "a tile more would take 60 ms"
+
+
 @given(
     max_tokens=st.integers(1, 9000),
     decodes=st.lists(st.integers(0, 40_000), max_size=40),

@@ -37,13 +37,18 @@ class Machine:
         self.device = folder / "nvidiactl"
         self.device.touch()
         self.environ: dict[str, str] = {}
+        self.programs = {"gcc": "/usr/bin/gcc"}
+        (folder / "Python.h").touch()
+        self.headers = folder
         self.packages: dict[str, ModuleSpec] = {"triton": ModuleSpec("triton", None)}
         if version is not None:
             self.packages["torch"] = ModuleSpec("torch", None, origin=str(folder / "__init__.py"))
             (folder / "version.py").write_text(version)
 
     def gaps(self) -> list[str]:
-        return cuda_gaps(self.device, self.packages.get, self.environ)
+        return cuda_gaps(
+            self.device, self.packages.get, self.environ, self.programs.get, self.headers
+        )
 
 
 def choose_here(monkeypatch: pytest.MonkeyPatch, *gaps: str) -> None:
@@ -68,6 +73,23 @@ def test_a_torch_without_cuda(tmp_path: Path, text: str) -> None:
     (gap,) = Machine(tmp_path, text).gaps()
     assert "without CUDA" in gap
     assert "install a CUDA build" in gap
+
+
+def test_no_compiler_for_triton_s_launchers(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.programs.clear()
+    (gap,) = machine.gaps()
+    assert "install gcc" in gap
+    machine.environ["CC"] = "/opt/cc"
+    assert machine.gaps() == []
+    machine.environ.clear()
+    machine.programs["clang"] = "/usr/bin/clang"
+    assert machine.gaps() == []
+    (tmp_path / "Python.h").unlink()
+    (gap,) = machine.gaps()
+    assert "python3-dev" in gap
+    machine.environ["CPATH"] = "/opt/include"
+    assert machine.gaps() == []
 
 
 def test_a_torch_without_a_version_file(tmp_path: Path) -> None:
@@ -221,7 +243,7 @@ def test_no_target_suits_every_backend(target: str) -> None:
 
 @pytest.mark.parametrize(
     ("floor_ms", "base_ms", "target_ms"),
-    [(7, 1, 29), (1, 0, 25), (12, 1, 40), (6.25, 0, 25), (10, 0, 40)],
+    [(7, 1, 29), (1, 0, 25), (12, 1, 42), (6.25, 0, 25), (10, 0, 40)],
 )
 def test_the_target_follows_the_time_to_read_the_weights(
     floor_ms: float, base_ms: float, target_ms: float

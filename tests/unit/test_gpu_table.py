@@ -65,7 +65,7 @@ def test_starts(seconds: float, cold: bool, warm: bool) -> None:
 @pytest.mark.parametrize(("over_http", "met"), [(969.0, False), (971.0, True)])
 def test_http_against_our_own_offline_rate(over_http: float, met: bool) -> None:
     rows = [
-        row("headrace", "wave 64x(32->75)", tok_s=1000.0),
+        row("headrace", "wave 64x(64->75)", tok_s=1000.0),
         row("headrace", "http 64 streams", tok_s=over_http, itl_p50_ms=10.0),
         row("vllm", "http 64 streams", tok_s=900.0, itl_p50_ms=11.0),
     ]

@@ -1,23 +1,26 @@
 """Attention of one step over the paged cache: which kernel takes which tokens.
 
 Single tokens are queries of their own: decode rows, and in a graph the tokens of short prompts too.
-Rows that bring several tokens are chunks, which share the keys they read.
+Rows that bring several tokens are chunks, which share the keys they read; the first chunk of a long
+prompt goes to cuDNN where `Attention.prepare` has planned its size (`dense_chunks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.dense_chunks import SIZES, DenseChunks, unsupported
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels.attention_configs import prefill_config
 from headrace.kernels.attention_decode import Scratch, decode, most_splits
-from headrace.kernels.attention_prefill import prefill
-from headrace.kernels.chunks import Chunks
+from headrace.kernels.attention_prefill import PrefillScratch, prefill
+from headrace.kernels.chunks import Chunks, Tiling
 from headrace.kernels.columns import StepColumns
+from headrace.kernels.dense_prefill import Span
 from headrace.kernels.tuned import Decoding
 from headrace.messages import StepPlan
 from headrace.models.spec import ModelSpec
@@ -43,11 +46,39 @@ class Attention:
         self.decoding = decoding
         splits = most_splits(spec.kv_heads, multiprocessors)
         self.scratch = Scratch(max_tokens, spec.heads, spec.head_dim, spec.kv_heads, splits, device)
-        self.group = spec.heads // spec.kv_heads
-        self.tile_rows = prefill_config(dtype, spec.head_dim).rows
-        tiles = max_rows + max_tokens * self.group // self.tile_rows
-        self._upload = Upload((4 * max_rows + 2 * tiles,), device)
-        self._plan = torch.zeros(4 * max_rows + 2 * tiles, dtype=torch.int32, device=device)
+        config = prefill_config(dtype, spec.head_dim)
+        self.tiling = Tiling(
+            group=spec.heads // spec.kv_heads,
+            kv_heads=spec.kv_heads,
+            rows=config.rows,
+            keys=config.tile_keys,
+            places=multiprocessors * config.resident,
+        )
+        self.parts = PrefillScratch(self.tiling, spec.head_dim, device)
+        words = self.tiling.words(max_tokens, max_rows)
+        self._upload = Upload((words,), device)
+        self._plan = torch.zeros(words, dtype=torch.int32, device=device)
+        sizes = tuple(size for size in SIZES if size <= max_tokens)
+        self._why_not = unsupported(dtype, spec.head_dim, device)
+        if not self._why_not and not sizes:
+            self._why_not = f"no chunk is longer than {max_tokens} tokens"
+        self.dense: DenseChunks | None = None
+        if not self._why_not:
+            self.dense = DenseChunks(
+                sizes, spec.heads, spec.kv_heads, spec.head_dim, self.scale, dtype, device
+            )
+
+    def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> str:
+        """Plan the sizes that cuDNN takes, in seconds -> which they are, or why none.
+
+        k, v: the cache of any layer. Call in the thread that will launch steps, on its stream;
+        without it, or in another thread, our kernel does all.
+        """
+        if self.dense is None:
+            return f"prefill attention: Triton ({self._why_not})"
+        self.dense.prepare(k, v, tables)
+        sizes = ", ".join(map(str, self.dense.sizes))
+        return f"prefill attention: cuDNN for long first chunks, padded to {sizes}; else Triton"
 
     def singles(self, columns: StepColumns) -> StepAttention:
         """A step in which every token is a query of its own."""
@@ -58,28 +89,48 @@ class Attention:
         singles = next((i for i, count in enumerate(plan.counts) if count > 1), len(plan.counts))
         if singles == len(plan.counts):
             return self.singles(columns)
-        firsts = (np.cumsum(plan.counts) - plan.counts)[singles:]
+        firsts = (np.cumsum(plan.counts) - plan.counts).tolist()
+        spans = [
+            Span(*of_one)
+            for of_one in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True)
+        ][singles:]
+        sizes = [self._dense_size(span) for span in spans]
+        dense = [(span, size) for span, size in zip(spans, sizes, strict=True) if size]
+        paged = [span for span, size in zip(spans, sizes, strict=True) if not size]
+        return StepAttention(self, columns, singles, self._chunks(paged), dense)
+
+    def _dense_size(self, span: Span) -> int:
+        return 0 if self.dense is None else self.dense.fitting(span.start, span.count, span.first)
+
+    def _chunks(self, spans: list[Span]) -> Chunks | None:
+        """On their way to the device; None for none."""
+        if not spans:
+            return None
         words = Chunks.plan(
-            plan.rows[singles:],
-            plan.starts[singles:],
-            plan.counts[singles:],
-            firsts.tolist(),
-            group=self.group,
-            tile_rows=self.tile_rows,
+            [span.row for span in spans],
+            [span.start for span in spans],
+            [span.count for span in spans],
+            [span.first for span in spans],
+            self.tiling,
         )
         self._upload.slot()[: words.size] = words
         self._upload.send(self._plan, words.size)
-        chunks = Chunks.of(self._plan[: words.size], len(firsts), self.tile_rows)
-        return StepAttention(self, columns, singles, chunks)
+        return Chunks.of(self._plan[: words.size], len(spans), self.tiling.rows)
 
 
 class StepAttention:
-    """Tokens [0, singles) alone, the rest in chunks."""
+    """Tokens [0, singles) alone, the rest in chunks; `dense`: those of cuDNN, with their sizes."""
 
     def __init__(
-        self, shared: Attention, columns: StepColumns, singles: int, chunks: Chunks | None
+        self,
+        shared: Attention,
+        columns: StepColumns,
+        singles: int,
+        chunks: Chunks | None,
+        dense: Sequence[tuple[Span, int]] = (),
     ) -> None:
         self._shared, self._singles, self._chunks = shared, singles, chunks
+        self._dense = dense
         self._columns = columns
         self._alone = StepColumns(
             columns.rows[:singles],
@@ -89,7 +140,10 @@ class StepAttention:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """q, out [T, heads, d]; k, v a layer's cache, where the step's own k and v are already."""
+        """q, out [T, heads, d]; k, v a layer's cache, where the step's own k and v are already.
+
+        Where dense chunks may come, q's memory goes on for `PADDING` rows at both ends.
+        """
         shared, singles = self._shared, self._singles
         if singles:
             config, splits = shared.decoding(singles)
@@ -105,4 +159,16 @@ class StepAttention:
                 config=config,
             )
         if self._chunks is not None:
-            prefill(q, k, v, self._columns.tables, self._chunks, scale=shared.scale, out=out)
+            prefill(
+                q,
+                k,
+                v,
+                self._columns.tables,
+                self._chunks,
+                scale=shared.scale,
+                scratch=shared.parts,
+                out=out,
+            )
+        for span, size in self._dense:
+            assert shared.dense is not None, "no plan has dense chunks without"
+            shared.dense.attend(span, size, q, k, v, self._columns.tables, out)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from headrace.backends.cuda.dense_chunks import PADDING
 from headrace.models.spec import ModelSpec
 
 
 class Buffers:
     """For steps of at most `tokens` tokens, of which at most `draws` yield logits.
 
-    Graphs of smaller steps use the first rows of the same tensors.
+    Graphs of smaller steps use the first rows of the same tensors. Zero at first: the padding of a
+    graph goes through every layer on whatever stands there, and no number of it is read.
     """
 
     def __init__(
@@ -20,12 +22,13 @@ class Buffers:
         kv_width = spec.kv_heads * spec.head_dim
 
         def rows(count: int, width: int) -> torch.Tensor:
-            return torch.empty((count, width), dtype=dtype, device=device)
+            return torch.zeros((count, width), dtype=dtype, device=device)
 
         self.x = rows(tokens, spec.hidden)
         self.normed = rows(tokens, spec.hidden)
         self.qkv = rows(tokens, q_width + 2 * kv_width)
-        self.q = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
+        q = rows(PADDING + tokens + PADDING, q_width)[PADDING : PADDING + tokens]
+        self.q = q.view(tokens, spec.heads, spec.head_dim)
         self.attended = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
         self.gate_up = rows(tokens, 2 * spec.ffn)
         self.inner = rows(tokens, spec.ffn)

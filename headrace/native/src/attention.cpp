@@ -12,45 +12,22 @@ namespace HR_ISA {
 
 namespace {
 
-// Types of a line. `read2`: 2 L values, in an order of the type's own: bfloat16 gives those at even
-// places, then those at odd ones, which takes two instructions and not four.
-template <class T> struct InOrder {
-  using Type = T;
-  static constexpr bool kEvenOdd = false;
-};
-struct F32Lines : InOrder<float> {
+struct F32Lines {
+  using Type = float;
   HR_INLINE F read(const float* p) { return load(p); }
-  HR_INLINE void read2(const float* p, F* v) { v[0] = read(p), v[1] = read(p + L); }
 };
-struct F16Lines : InOrder<uint16_t> {
+struct F16Lines {
+  using Type = uint16_t;
   HR_INLINE F read(const uint16_t* p) { return load_f16(p); }
-  HR_INLINE void read2(const uint16_t* p, F* v) { v[0] = read(p), v[1] = read(p + L); }
 };
 struct BF16Lines {
   using Type = uint16_t;
-  static constexpr bool kEvenOdd = true;
   HR_INLINE F read(const uint16_t* p) { return load_bf16(p); }
-  HR_INLINE void read2(const uint16_t* p, F* v) { load_bf16_pairs(p, v); }
 };
-struct I8Lines : InOrder<int8_t> {
+struct I8Lines {
+  using Type = int8_t;
   HR_INLINE F read(const int8_t* p) { return load_i8(p); }
-  HR_INLINE void read2(const int8_t* p, F* v) { v[0] = read(p), v[1] = read(p + L); }
 };
-
-// Columns that `read2` takes; those after them are read in order.
-HR_INLINE int paired(int width) { return width / (2 * L) * (2 * L); }
-
-// x [width] in the order of `read2`, or back.
-template <class K> void arrange(const float* x, int width, bool back, float* out) {
-  const int pairs = K::kEvenOdd ? paired(width) : 0;
-  for (int c = 0; c < pairs; c += 2 * L) {
-    for (int i = 0; i < 2 * L; ++i) {
-      const int plain = c + i, own = c + i % 2 * L + i / 2;
-      out[back ? plain : own] = x[back ? own : plain];
-    }
-  }
-  memcpy(out + pairs, x + pairs, (width - pairs) * sizeof(float));
-}
 
 // The first n < L values, zeros after them.
 template <class K> HR_INLINE F read_some(const typename K::Type* p, int n) {
@@ -65,11 +42,6 @@ template <class T> struct Cache {
   const float* scales;  // a line; null but for int8
   const int64_t* table;
   int32_t block_size, kv_heads, kv_head, width;
-
-  HR_INLINE int64_t line(const Cache& c, int position) {
-    const int64_t block = c.table[position / c.block_size];
-    return (block * c.kv_heads + c.kv_head) * c.block_size + position % c.block_size;
-  }
 };
 
 template <class T>
@@ -83,10 +55,14 @@ Cache<T> cache_of(const Work& work, const void* base, const float* scales, int t
 // Pointers and scales of `count` positions from `start` on.
 template <class T>
 void find_lines(const Cache<T>& cache, int start, int count, const T** lines, float* scales) {
-  for (int i = 0; i < count; ++i) {
-    const int64_t line = Cache<T>::line(cache, start + i);
-    lines[i] = cache.base + line * cache.width;
-    if (cache.scales) scales[i] = cache.scales[line];
+  // One division a call: they take as long as a whole line does.
+  int at = start / cache.block_size, slot = start % cache.block_size;
+  for (int i = 0; i < count; ++at, slot = 0) {
+    int64_t line = (cache.table[at] * cache.kv_heads + cache.kv_head) * cache.block_size + slot;
+    for (; slot < cache.block_size && i < count; ++slot, ++i, ++line) {
+      lines[i] = cache.base + line * cache.width;
+      if (cache.scales) scales[i] = cache.scales[line];
+    }
   }
 }
 
@@ -115,11 +91,11 @@ HR_INLINE float soften(float* scores, int count, float* max, float* total) {
 
 // ---- a few queries
 
-// scores [G][kKeys] of the heads at q [G][wide], arranged and zero past `width`, against `count` lines.
+// scores [G][kKeys] of the heads at q [G][width] against `count` lines.
 template <class K, int G>
 void score_lines(const typename K::Type* const* lines, int count, const float* q, int width,
-                 int wide, float* scores) {
-  const int whole = width / L * L;
+                 float* scores) {
+  const int whole = width / L * L, rest = width - whole;
   for (int start = 0; start < count; start += L) {
     F parts[G][L];
     for (int i = 0; i < L; ++i) {
@@ -127,18 +103,15 @@ void score_lines(const typename K::Type* const* lines, int count, const float* q
       for (int g = 0; g < G; ++g) acc[g] = zero();
       if (start + i < count) {
         const typename K::Type* line = lines[start + i];
-        int c = 0;
-        for (; c < paired(width); c += 2 * L) {
-          F k[2];
-          K::read2(line + c, k);
-          for (int g = 0; g < G; ++g) {
-            acc[g] = fma(load(q + g * wide + c), k[0], acc[g]);
-            acc[g] = fma(load(q + g * wide + c + L), k[1], acc[g]);
-          }
+        for (int c = 0; c < whole; c += L) {
+          const F k = K::read(line + c);
+          for (int g = 0; g < G; ++g) acc[g] = fma(load(q + g * width + c), k, acc[g]);
         }
-        for (; c < width; c += L) {
-          const F k = c < whole ? K::read(line + c) : read_some<K>(line + c, width - c);
-          for (int g = 0; g < G; ++g) acc[g] = fma(load(q + g * wide + c), k, acc[g]);
+        if (rest) {
+          const F k = read_some<K>(line + whole, rest);
+          for (int g = 0; g < G; ++g) {
+            acc[g] = fma(read_some<F32Lines>(q + g * width + whole, rest), k, acc[g]);
+          }
         }
       }
       for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
@@ -158,11 +131,7 @@ void add_values(const typename K::Type* const* lines, int count, const float* sc
   for (int i = 0; i < count; ++i) {
     const typename K::Type* line = lines[i] + column;
     F v[C];
-    if (C == 1) {
-      v[0] = rest ? read_some<K>(line, rest) : K::read(line);
-    } else {
-      for (int c = 0; c < C; c += 2) K::read2(line + c * L, v + c);
-    }
+    for (int c = 0; c < C; ++c) v[c] = rest ? read_some<K>(line, rest) : K::read(line + c * L);
     for (int g = 0; g < G; ++g) {
       const F p = set1(scores[g * kKeys + i]);
       for (int c = 0; c < C; ++c) acc[g][c] = fma(p, v[c], acc[g][c]);
@@ -184,13 +153,9 @@ void attend_heads(const Work& work, int token, int kv_head, int head) {
   const auto k_cache = cache_of<T>(work, op.k, op.k_scales, token, kv_head);
   const auto v_cache = cache_of<T>(work, op.v, op.v_scales, token, kv_head);
   const int64_t stride = static_cast<int64_t>(step.heads + 2 * step.kv_heads) * width;
+  const float* q = op.x + token * stride + static_cast<int64_t>(head) * width;
   float* out = work.scratch;
-  float* q = out + G * wide;
-  memset(out, 0, sizeof(float) * 2 * G * wide);
-  for (int g = 0; g < G; ++g) {
-    arrange<K>(op.x + token * stride + (head + g) * static_cast<int64_t>(width), width, false,
-               q + g * wide);
-  }
+  memset(out, 0, sizeof(float) * G * wide);
   alignas(64) float scores[G * kKeys];
   float max[G], total[G], keep[G], scales[kKeys];
   for (int g = 0; g < G; ++g) max[g] = -INFINITY, total[g] = 0.0f;
@@ -198,7 +163,7 @@ void attend_heads(const Work& work, int token, int kv_head, int head) {
     const int count = position + 1 - start < kKeys ? position + 1 - start : kKeys;
     const T* lines[kKeys];
     find_lines(k_cache, start, count, lines, scales);
-    score_lines<K, G>(lines, count, q, width, wide, scores);
+    score_lines<K, G>(lines, count, q, width, scores);
     for (int g = 0; g < G; ++g) {
       float* own = scores + g * kKeys;
       if (k_cache.scales) {
@@ -214,11 +179,8 @@ void attend_heads(const Work& work, int token, int kv_head, int head) {
     }
     constexpr int C = L == 16 ? 4 : 2;
     int column = 0;
-    for (; column + C * L <= paired(width); column += C * L) {
+    for (; column + C * L <= width; column += C * L) {
       add_values<K, G, C>(lines, count, scores, keep, column, 0, out, wide);
-    }
-    for (; column < paired(width); column += 2 * L) {
-      add_values<K, G, 2>(lines, count, scores, keep, column, 0, out, wide);
     }
     for (; column < width; column += L) {
       const int rest = width - column < L ? width - column : 0;
@@ -227,8 +189,7 @@ void attend_heads(const Work& work, int token, int kv_head, int head) {
   }
   for (int g = 0; g < G; ++g) {
     float* y = op.out + (static_cast<int64_t>(token) * step.heads + head + g) * width;
-    arrange<K>(out + g * wide, width, true, y);
-    for (int c = 0; c < width; ++c) y[c] /= total[g];
+    for (int c = 0; c < width; ++c) y[c] = out[g * wide + c] / total[g];
   }
 }
 

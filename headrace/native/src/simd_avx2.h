@@ -77,12 +77,6 @@ HR_INLINE F load_bf16(const uint16_t* p) {
   const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
 }
-// 2 L values: v[0] those at even places, v[1] those at odd ones.
-HR_INLINE void load_bf16_pairs(const uint16_t* p, F* v) {
-  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  v[0] = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 16));
-  v[1] = _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(-65536)));
-}
 HR_INLINE void store_bf16(uint16_t* p, F a) {
   const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -64,12 +64,6 @@ HR_INLINE F load_bf16(const uint16_t* p) {
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
-// 2 L values: v[0] those at even places, v[1] those at odd ones.
-HR_INLINE void load_bf16_pairs(const uint16_t* p, F* v) {
-  const __m512i raw = _mm512_loadu_si512(p);
-  v[0] = _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16));
-  v[1] = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(-65536)));
-}
 HR_INLINE void store_bf16(uint16_t* p, F a) {
   const __m512i bits = _mm512_castps_si512(a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -73,13 +73,6 @@ HR_INLINE void store_f16(uint16_t* p, F a) {
 HR_INLINE F load_bf16(const uint16_t* p) {
   return reinterpret_cast<F>(B{p[0], p[1], p[2], p[3]} << 16);
 }
-// 2 L values: v[0] those at even places, v[1] those at odd ones (on a little-endian machine).
-HR_INLINE void load_bf16_pairs(const uint16_t* p, F* v) {
-  B raw;
-  memcpy(&raw, p, sizeof raw);
-  v[0] = reinterpret_cast<F>(raw << 16);
-  v[1] = reinterpret_cast<F>(raw & 0xffff0000u);
-}
 HR_INLINE void store_bf16(uint16_t* p, F a) {
   for (int i = 0; i < L; ++i) p[i] = float_to_bfloat(a[i]);
 }

@@ -1,0 +1,81 @@
+"""One call of each kernel with odd sizes: what compute-sanitizer runs on a card, in minutes.
+
+Each case is a case of the kernel's own tests, with the names of the kernels that it launches.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import kernels
+from headrace.kernels import launch as launching
+from tests.kernels import (
+    test_attention_decode,
+    test_attention_prefill,
+    test_dense_prefill,
+    test_elementwise,
+    test_linear,
+    test_sampling,
+    test_state,
+)
+from tests.kernels.conftest import CUDA
+
+Case = Callable[[torch.device], None]
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+CASES: dict[str, Case] = {
+    "begin_kernel": lambda on: test_elementwise.test_begin(5, 53, DTYPE, on),
+    "rms_norm_kernel": lambda on: test_elementwise.test_add_and_norm(3, 53, DTYPE, on),
+    "silu_mul_kernel": lambda on: test_elementwise.test_silu_mul(3, 53, DTYPE, on),
+    "rotary_write_kernel": lambda on: test_elementwise.test_rotary_write(7, 3, 3, 12, DTYPE, on),
+    "linear_kernel": lambda on: test_linear.test_linear(3, 37, 53, test_linear.SPLIT, DTYPE, on),
+    "gate_up_kernel": lambda on: test_linear.test_gate_up(40, 33, 48, test_linear.WIDE, DTYPE, on),
+    "qkv_kernel": lambda on: test_linear.test_qkv(5, 3, 3, 4, 40, test_linear.SPLIT, DTYPE, on),
+    "_decode_kernel": lambda on: test_attention_decode.check(
+        [1, 17, 75], d=80, dtype=DTYPE, padding=2
+    ),
+    "_prefill_kernel": lambda on: test_attention_prefill.check(
+        [(20, 7), (37, 1)], d=80, dtype=DTYPE
+    ),
+    "_gather_kernel": lambda on: test_dense_prefill.test_gather(DTYPE, 80, 29),
+    "_merge_kernel": lambda on: test_dense_prefill.test_merge(DTYPE, 7, 5, 80),
+    "_poke_kernel": lambda on: test_state.test_poke(on, 1000, 600, 599),
+    "_copy_kernel": lambda on: test_state.test_copy_blocks(on, DTYPE, True),
+    "bracket_kernel gather_kernel edge_kernel kept_kernel chunk_peaks_kernel draw_kernel": (
+        lambda on: test_sampling.test_masked_tokens_are_never_drawn()
+    ),
+}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("names", list(CASES))
+def test_call(names: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    plain = launching.launch
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        seen.add(kernel.fn.__name__)
+        plain(kernel, *args, **options)
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        part = importlib.import_module(f"headrace.kernels.{module.name}")
+        if getattr(part, "launch", None) is plain:
+            monkeypatch.setattr(part, "launch", noted)
+    CASES[names](device)
+    assert set(names.split()) <= seen
+
+
+def test_no_kernel_is_left_out() -> None:
+    launched = set()
+    for path in Path(kernels.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch":
+                launched.add(ast.unparse(node.args[0]))
+    assert launched - {"kernel"} == {name for names in CASES for name in names.split()}

@@ -1,0 +1,85 @@
+"""`compiling` compiles what would be launched, side by side; what it made is found again on disk.
+
+In a process of its own, which compiles for a Hopper card without having one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+class Card:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Card())
+from headrace.kernels.launch import compiled, compiling, fetched, launch
+from headrace.kernels.sampling import Scratch, sample
+from headrace.kernels.state import poke
+from tests.kernels.probes import beyond_any_card
+
+i = lambda *shape: torch.zeros(shape, dtype=torch.int32)
+scratch = Scratch.allocate(4, 1000, torch.device("cpu"))
+args = (torch.zeros(2, 1000), i(3, 8), i(2), i(2), i(2), i(3), i(2))
+poked = i(9)
+
+def work(kind):
+    sample(*args, kind=kind, scratch=scratch)
+    sample(*args, kind=kind, scratch=scratch)
+    poke(poked, torch.ones(4, 2, dtype=torch.int32), i(1) + 4)
+
+counts = []
+for kind in ("greedy", "greedy", "plain"):
+    with compiling(2):
+        work(kind)
+    counts.append([compiled(), fetched()])
+failed = []
+for _ in range(2):  # a compilation that fails does not spoil what comes after
+    try:
+        with compiling(2):
+            launch(beyond_any_card, (1,), i(16), N=12)
+    except Exception as error:
+        failed.append(type(error).__name__)
+try:  # a launch passes the cache and then fails on the missing card
+    work("greedy")
+    launched = True
+except Exception:
+    launched = False
+counts.append([compiled(), fetched()])
+print(json.dumps([counts, failed, launched, poked.tolist()]))
+"""
+
+
+def run(cache: Path) -> Any:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_compiled_side_by_side_and_found_again_on_disk(tmp_path: Path) -> None:
+    counts, failed, launched, poked = run(tmp_path)
+    assert counts == [[3, 0], [3, 0], [5, 0], [5, 0]], "each once; a plain draw has two of its own"
+    assert failed == ["CompilationError"] * 2
+    assert not launched, "this card cannot launch"
+    assert poked == [0] * 9, "nothing ran"
+    counts, *_ = run(tmp_path)
+    assert counts == [[0, 3], [0, 3], [0, 5], [0, 5]]
