@@ -70,7 +70,12 @@ STAGES = (
         8,
         "Attend",
         "compute",
-        ("backends/cpu/attention.py", "backends/cuda/attention.py", "kernels/attention.py"),
+        (
+            "backends/cpu/attention.py",
+            "native",
+            "backends/cuda/attention.py",
+            "kernels/attention.py",
+        ),
         "read the keys and values of one sequence through its block table",
         "",
     ),

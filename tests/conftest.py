@@ -6,12 +6,12 @@ import pytest
 
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
-from tests.devices import BACKEND_PARAMS, WITHOUT_CUDA
+from tests.devices import BACKEND_PARAMS, WITHOUT_CUDA, WITHOUT_NATIVE
 
 
 @pytest.fixture(scope="session", params=BACKEND_PARAMS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """cpu, and cuda where there is a device; the summary says where there is none."""
+    """cpu (torch), native (cpu, C++) with a compiler, cuda with a device; the summary says so."""
     name: str = request.param
     return name
 
@@ -25,3 +25,5 @@ def default_model() -> ModelFiles:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if WITHOUT_CUDA:
         terminalreporter.write_line(f"NOT RUN: tests on the cuda backend: {WITHOUT_CUDA}")
+    if WITHOUT_NATIVE:
+        terminalreporter.write_line(f"NOT RUN: tests on native kernels: {WITHOUT_NATIVE}")

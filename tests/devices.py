@@ -1,4 +1,5 @@
-"""Backends that tests run on: the processor always, a CUDA device where there is one."""
+"""Backends that tests run on: the processor on torch always, on native kernels where there is a
+compiler, a CUDA device where there is one."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 from headrace.backends.choose import resolve_backend, settled
 from headrace.config import Settings
 from headrace.errors import ConfigError
+from headrace.native.build import Unavailable, find_compiler
 from headrace.sources.files import ModelFiles
 
 
@@ -26,16 +28,34 @@ def _without_cuda() -> str:
 
 
 WITHOUT_CUDA = _without_cuda()  # why nothing runs on cuda here; "" = it does
-BACKENDS = ("cpu",) if WITHOUT_CUDA else ("cpu", "cuda")
-MARKS = {"cpu": pytest.mark.on_cpu, "cuda": pytest.mark.on_cuda}  # what a selection goes by
+_COMPILER = find_compiler()
+WITHOUT_NATIVE = _COMPILER.reason if isinstance(_COMPILER, Unavailable) else ""
+BACKENDS = tuple(
+    name
+    for name, missing in (("cpu", ""), ("native", WITHOUT_NATIVE), ("cuda", WITHOUT_CUDA))
+    if not missing
+)
+PROCESSORS = tuple(name for name in BACKENDS if name != "cuda")
+MARKS = {  # what a selection goes by
+    "cpu": pytest.mark.on_cpu,
+    "native": pytest.mark.on_cpu,
+    "cuda": pytest.mark.on_cuda,
+}
 BACKEND_PARAMS = [pytest.param(name, id=name, marks=MARKS[name]) for name in BACKENDS]
+
+
+def asked(backend: str) -> dict[str, Any]:
+    """The settings that ask for one of BACKENDS."""
+    if backend == "cuda":
+        return {"backend": "cuda"}
+    return {"backend": "cpu", "cpu_kernels": "torch" if backend == "cpu" else "native"}
 
 
 def settings_for(backend: str, **fields: Any) -> Settings:
     """Settings of a test that runs on every backend. Threads are the processor's."""
-    if backend != "cpu":
+    if backend == "cuda":
         fields.pop("threads", None)
-    return Settings(backend=backend, **fields)  # type: ignore[arg-type]  # one of BACKENDS
+    return Settings(**asked(backend), **fields)
 
 
 def load(backend: str, files: ModelFiles, **fields: Any) -> Any:

@@ -25,7 +25,7 @@ from headrace.errors import ConfigError
 _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "fake": ("dtype", "load_format", "kv_memory", "threads", "gpu_memory_utilization"),
     "cpu": ("gpu_memory_utilization",),
-    "cuda": ("threads",),
+    "cuda": ("threads", "cpu_kernels", "cpu_precision"),
 }
 _LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.042, 4
 _WITHOUT_GPU = "no NVIDIA GPU found"

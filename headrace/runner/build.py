@@ -19,9 +19,9 @@ from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import ledger, weights
+from headrace.runner.build_cpu import kv_dtype, load_decoder, make_runner, resolve_kernels
 from headrace.runner.checkpoint import Checkpoint, dtypes_of, open_checkpoint
 from headrace.runner.phase import Report, phase
-from headrace.runner.runner import TorchRunner
 from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
 
@@ -82,20 +82,27 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
     runner, blocks, length, lines = build_runner(
         settings, model, facts.wanted_model_len, card, report
     )
-    return runner, _info(runner.capacity, model, facts, blocks, length, lines)
+    weights = ledger.weights_line(model.parameters())
+    return runner, _info(runner.capacity, weights, model.dtype, facts, blocks, length, lines)
 
 
 def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
-    threads = settings.threads or device.cores()
-    torch.set_num_threads(threads)
     with phase("read the model's config", report):
         facts = read_facts(settings, files)
-    spec, checkpoint, dtype = facts.spec, facts.checkpoint, facts.dtype
+    spec = facts.spec
     with phase("load weights", report):
-        model = load_model(spec, checkpoint, dtype.value, report=report)
+        torch.set_num_threads(settings.threads or device.cores())
+        loaded = load_decoder(
+            settings,
+            spec,
+            facts.checkpoint,
+            lambda dtype: load_model(spec, facts.checkpoint, dtype, report=report),
+            facts.dtype.value,
+        )
+    dtype = kv_dtype(settings, loaded.kernels, facts.dtype.value)
     with phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()
-        blocks = ledger.size_kv(settings, spec, dtype.value, free_bytes)
+        blocks = ledger.size_kv(settings, spec, dtype, free_bytes)
         length = ledger.fit_model_len(facts.wanted_model_len, blocks.value, settings.block_size)
         store = KvStore(
             layers=spec.layers,
@@ -103,7 +110,7 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
             kv_heads=spec.kv_heads,
             block_size=settings.block_size,
             head_dim=spec.head_dim,
-            dtype=dtype.value,
+            dtype=dtype,
         )
     capacity = Capacity(
         kv_blocks=[blocks.value],
@@ -114,31 +121,29 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
     )
     activations = ledger.Line(
         "activations",
-        ledger.activation_bytes(settings, spec, model.dtype, length.value),
+        ledger.activation_bytes(settings, spec, dtype, length.value),
         f"estimate for a step of {settings.max_num_batched_tokens} tokens",
     )
-    info = _info(capacity, model, facts, blocks, length, [activations])
-    return TorchRunner(model, store, capacity, threads), info
+    info = _info(capacity, loaded.weights, dtype, facts, blocks, length, [activations])
+    info.ledger.insert(0, f"{'kernels':13} {loaded.kernels}")
+    return make_runner(settings, loaded, store, capacity), info
 
 
 def _info(
     capacity: Capacity,
-    model: Decoder,
+    weights: ledger.Line,
+    kv_dtype: torch.dtype,
     facts: Facts,
     blocks: Resolved[int],
     length: Resolved[int],
     more: list[ledger.Line],
 ) -> LoadInfo:
     """What was loaded; `more`: the backend's own lines of the ledger."""
-    name, parameters = named(facts.dtype), list(model.parameters())
-    per_token = ledger.kv_bytes_per_token(facts.spec, model.dtype)
+    name = named(facts.dtype)
+    per_token = ledger.kv_bytes_per_token(facts.spec, kv_dtype)
     tokens = blocks.value * capacity.block_size
     lines = [
-        ledger.Line(
-            "weights",
-            sum(p.numel() * p.element_size() for p in parameters),
-            f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters",
-        ),
+        weights,
         ledger.Line(
             "KV cache",
             tokens * per_token,
@@ -192,7 +197,9 @@ def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
         elements = sum(math.prod(tensor.shape) for tensor in facts.checkpoint.tensors.values())
         weights_bytes = elements * dtype.itemsize
     free_bytes = max(0, device.free_memory_bytes() - weights_bytes)
-    blocks = ledger.size_kv(settings, facts.spec, dtype, free_bytes)
+    blocks = ledger.size_kv(
+        settings, facts.spec, kv_dtype(settings, resolve_kernels(settings), dtype), free_bytes
+    )
     return {
         "dtype": named(facts.dtype),
         "kv_blocks": blocks,

@@ -119,6 +119,17 @@ class GgufFile:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis, float32 where the file is quantised."""
         info = self.header.tensors[name]
+        raw = self.raw(name, start, stop)
+        shape = (stop - start, *info.shape[1:])
+        stored = self.tensors[name].dtype
+        if stored in _SAFETENSORS_TYPES.values():
+            # A copy of these rows: torch does not take read-only memory.
+            return torch.from_numpy(raw.copy()).view(getattr(torch, stored)).reshape(shape)
+        return torch.from_numpy(ggml.dequantize(raw, info.ggml_type)).reshape(shape)
+
+    def raw(self, name: str, start: int, stop: int) -> ggml.Bytes:
+        """The same rows as the file stores them, [rows, bytes of a row]: a view of the file."""
+        info = self.header.tensors[name]
         flat = len(info.shape) == 1
         columns = stop - start if flat else info.shape[-1]
         size = ggml.row_bytes(columns, info.ggml_type)
@@ -126,10 +137,4 @@ class GgufFile:
         rows = 1 if flat else (stop - start) * inner
         first = ggml.row_bytes(start, info.ggml_type) if flat else start * inner * size
         at = info.offset + first
-        raw = self._data[at : at + rows * size].reshape(rows, size)
-        shape = (stop - start, *info.shape[1:])
-        stored = self.tensors[name].dtype
-        if stored in _SAFETENSORS_TYPES.values():
-            # A copy of these rows: torch does not take read-only memory.
-            return torch.from_numpy(raw.copy()).view(getattr(torch, stored)).reshape(shape)
-        return torch.from_numpy(ggml.dequantize(raw, info.ggml_type)).reshape(shape)
+        return self._data[at : at + rows * size].reshape(rows, size)

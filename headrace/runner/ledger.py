@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import msgspec
 import torch
@@ -31,6 +31,14 @@ class Line(msgspec.Struct, frozen=True):
 def show_bytes(n: int) -> str:
     """`1.50 GiB` or `12.3 MiB`."""
     return f"{n / _GIB:.2f} GiB" if n >= _GIB else f"{n / _MIB:.1f} MiB"
+
+
+def weights_line(parameters: Iterable[torch.Tensor]) -> Line:
+    """The line of a model whose parameters are tensors."""
+    sizes = [(p.numel(), p.element_size()) for p in parameters]
+    count = sum(numel for numel, _ in sizes)
+    size_bytes = sum(numel * element for numel, element in sizes)
+    return Line("weights", size_bytes, f"{count / 1e6:.1f} M parameters")
 
 
 def resolve_dtype(

@@ -9,19 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from headrace.backends.cpu.attention import Scratch, StepAttention
+from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
-from headrace.backends.cpu.ops import TorchOps
 from headrace.engine.protocol import Capacity
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
-from headrace.models.layers import Decoder
 from headrace.runner.rows import Rows
 from headrace.sampling.pipeline import sample
 
@@ -59,15 +56,17 @@ class TorchTicket:
         return self._result.result()
 
 
+def table_width(capacity: Capacity) -> int:
+    """Blocks of the longest sequence, and two: an overlapped step may run past the last token."""
+    return -(-capacity.max_model_len // capacity.block_size) + 2
+
+
 class TorchRunner:
     """A decoder-only model over one KV group; see `engine.protocol.Runner`."""
 
-    def __init__(self, model: Decoder, store: KvStore, capacity: Capacity, threads: int) -> None:
-        self._model, self._store, self._capacity = model, store, capacity
-        # An overlapped step may run past the last token of a sequence: two blocks to spare.
-        width = -(-capacity.max_model_len // capacity.block_size) + 2
-        self._rows = Rows(capacity.max_rows, width)
-        self._scratch = Scratch(store.head_dim, model.dtype)
+    def __init__(self, forward: Forward, store: KvStore, capacity: Capacity, threads: int) -> None:
+        self._forward, self._store, self._capacity = forward, store, capacity
+        self._rows = Rows(capacity.max_rows, table_width(capacity))
         self._latest: TorchTicket | None = None
         # OpenMP keeps its thread count per thread: the worker sets its own.
         self._worker = ThreadPoolExecutor(
@@ -101,7 +100,8 @@ class TorchRunner:
         """Stop the worker and free the memory."""
         self._worker.shutdown(wait=True)
         self._latest = None
-        del self._model, self._store, self._rows, self._scratch
+        self._forward.close()
+        del self._forward, self._store, self._rows
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue work for the worker thread."""
@@ -132,21 +132,16 @@ class TorchRunner:
 
     def _compute(self, plan: StepPlan) -> Tensor | None:
         _check(plan, self._rows)
-        step = StepAttention(
-            self._store,
-            self._scratch,
-            self._rows.tables[plan.rows],
+        batch = Batch(
+            self._rows.ids(plan.rows, plan.ids),
+            self._rows.tables,
+            plan.rows,
             plan.starts,
             plan.counts,
             plan.unwritten,
+            _sources(plan),
         )
-        ids = self._rows.ids(plan.rows, plan.ids)
-        ops = TorchOps(ids, step, self._model.rotary(step.positions, self._model.dtype))
-        hidden = self._model(ops)
-        if not plan.draw_from:
-            return None
-        lasts = list(accumulate(plan.counts))
-        return self._model.logits(hidden[[lasts[i] - 1 for i in _sources(plan)]], ops)
+        return self._forward.logits(batch)
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:
@@ -154,14 +149,17 @@ class TorchRunner:
         if logits is None:
             return StepResult(plan.step, [], [], busy_s)
         began_s = time.perf_counter()
+        peaks = self._forward.peaks(logits)
+        best, finite = peaks.best, peaks.finite
         sources = {row: i for i, row in enumerate(_sources(plan))}
         if len(sources) != len(plan.draw_from):
-            logits = logits[[sources[row] for row in plan.draw_from]]
-        broken = _not_finite(logits)
+            order = [sources[row] for row in plan.draw_from]
+            logits, best, finite = logits[order], best[order], finite[order]
+        broken = [] if finite.all() else (~finite).nonzero()[:, 0].tolist()
         if broken:
             logits[broken] = 0.0  # drawn like any other row, then thrown away
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
-        drawn = sample(logits, self._rows.draws(plan.draw_into, positions))
+        drawn = sample(logits, self._rows.draws(plan.draw_into, positions), best=best)
         self._rows.last[plan.draw_into] = drawn
         tokens = drawn.tolist()
         for j in broken:
@@ -183,10 +181,3 @@ def _check(plan: StepPlan, rows: Rows) -> None:
     assert not plan.draw_at, "this runner draws from last positions"
     for i in plan.draw_from:
         assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"
-
-
-def _not_finite(logits: Tensor) -> list[int]:
-    """Rows with a NaN or an infinity."""
-    low, high = logits.aminmax(dim=-1)
-    fine = torch.isfinite(low) & torch.isfinite(high)  # NaN passes through aminmax
-    return [] if fine.all() else (~fine).nonzero()[:, 0].tolist()

@@ -38,7 +38,7 @@ def load(
     Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
     """
     by_name = {slot.gguf if checkpoint.gguf else slot.hf: slot for slot in slots}
-    _check(by_name, checkpoint, tied=model.head is None)
+    check(by_name, checkpoint, tied=model.head is None)
     parameters = dict(model.named_parameters())
     todo = [
         piece
@@ -62,7 +62,8 @@ def load(
         advance(target.numel() * target.element_size())
 
 
-def _check(by_name: dict[str, Slot], checkpoint: Checkpoint, *, tied: bool) -> None:
+def check(by_name: dict[str, Slot], checkpoint: Checkpoint, *, tied: bool) -> None:
+    """Raises ModelError naming tensors that are missing, unexpected or of the wrong shape."""
     ignored = _OUTPUT_LAYER if tied else ()
     missing = by_name.keys() - checkpoint.tensors.keys()
     unexpected = {

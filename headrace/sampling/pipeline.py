@@ -52,18 +52,24 @@ _ROWS_AT_ONCE = 8  # their float64 logits stay in the cache; rows do not touch e
 STAGES: tuple[Stage, ...] = (Temperature(), TopK(), TopP(), MinP())
 
 
-def sample(logits: Tensor, columns: Columns, stages: Sequence[Stage] = STAGES) -> Tensor:
+def sample(
+    logits: Tensor,
+    columns: Columns,
+    stages: Sequence[Stage] = STAGES,
+    best: Tensor | None = None,
+) -> Tensor:
     """One token a row.
 
     logits [draws, vocab] float32, finite or -inf, each row with a finite maximum -> [draws] int64.
+    best [draws] int64: the first largest of each row, where the caller knows it.
     """
     greedy = columns.greedy
     if greedy.all():
-        return logits.argmax(-1)
+        return logits.argmax(-1) if best is None else best
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
     if greedy.any():
         still = torch.from_numpy(np.flatnonzero(greedy))
-        tokens[still] = logits[still].argmax(-1)
+        tokens[still] = logits[still].argmax(-1) if best is None else best[still]
     drawn = np.flatnonzero(~greedy)
     for at in range(0, drawn.size, _ROWS_AT_ONCE):
         part = drawn[at : at + _ROWS_AT_ONCE]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from headrace.backends.cpu.forward import TorchForward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Settings
 from headrace.engine.loop import Engine
@@ -106,7 +107,7 @@ def on_processor(model: Decoder, threads: int) -> Make:
             dtype=model.dtype,
         )
         capacity = Capacity([blocks], BLOCK, rows, spec.max_positions, spec.vocab_size)
-        return TorchRunner(model, store, capacity, threads)
+        return TorchRunner(TorchForward(model, store), store, capacity, threads)
 
     return make
 

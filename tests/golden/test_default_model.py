@@ -12,7 +12,7 @@ from headrace.bench.naive_model import hf_model
 from headrace.messages import Join, Output, Sampling
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import load_tokenizer
-from tests.devices import BACKENDS, WITHOUT_CUDA, load
+from tests.devices import BACKENDS, PROCESSORS, WITHOUT_CUDA, load
 from tests.golden.reference import agree, greedy
 from tests.golden.stepping import GREEDY, Job, generate, plan, run
 from tests.golden.test_tiny import a_crowd_changes_nothing
@@ -39,7 +39,7 @@ def trio(default_model: ModelFiles, backend: str) -> Iterator[Trio]:
     runner.close()
 
 
-@pytest.mark.parametrize("backend", ["cpu"], indirect=True, scope="session")
+@pytest.mark.parametrize("backend", PROCESSORS, indirect=True, scope="session")
 @torch.inference_mode()
 def test_prefill_logits_are_close(trio: Trio) -> None:
     model, runner, prompts = trio

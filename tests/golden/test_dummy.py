@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headrace
 from headrace.errors import InvalidRequest, ModelError
 from headrace.text import fake_tokenizer
+from tests.devices import asked
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 259,
@@ -18,6 +20,7 @@ CONFIG = {
     "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "float32",
     "eos_token_id": 258,
 }  # fmt: skip
+DUMMY: dict[str, Any] = {"load_format": "dummy", "kv_blocks": 16}
 
 
 def test_random_weights_need_no_weight_files(tmp_path: Path, backend: str) -> None:
@@ -26,7 +29,7 @@ def test_random_weights_need_no_weight_files(tmp_path: Path, backend: str) -> No
     params = headrace.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     said = []
     for _ in range(2):
-        with headrace.LLM(str(tmp_path), backend=backend, load_format="dummy", kv_blocks=16) as llm:
+        with headrace.LLM(str(tmp_path), **asked(backend), **DUMMY) as llm:
             (answer,) = llm.generate("hello", params)
             said.append(answer.token_ids)
     assert len(said[0]) == 8
@@ -40,7 +43,7 @@ def test_a_config_alone_takes_and_gives_ids(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     params = headrace.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with headrace.LLM(str(tmp_path), backend=backend, load_format="dummy", kv_blocks=16) as llm:
+    with headrace.LLM(str(tmp_path), **asked(backend), **DUMMY) as llm:
         assert "no tokenizer.json" in capsys.readouterr().err
         (answer,) = llm.generate([5, 6, 7], params)
         assert (len(answer.token_ids), answer.text) == (8, "")

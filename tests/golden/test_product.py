@@ -65,8 +65,9 @@ CHATS = (
 
 
 def on(cases: Sequence[Case], cuda: Sequence[Case] | None = None) -> list[Any]:
-    """(backend, case): `cases` on the processor; `cuda`, or the same, where there is a device."""
-    by_backend = {"cpu": cases, "cuda": cases if cuda is None else cuda}
+    """(backend, case): `cases` on torch on the processor; `cuda`, or the same, elsewhere."""
+    loaded_anew = cases if cuda is None else cuda
+    by_backend = {"cpu": cases, "native": loaded_anew, "cuda": loaded_anew}
     return [
         pytest.param(backend, case, id=f"{backend}-{case}", marks=MARKS[backend])
         for backend in BACKENDS

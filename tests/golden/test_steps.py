@@ -17,7 +17,7 @@ from headrace.engine.protocol import Runner
 from headrace.errors import EngineError
 from headrace.messages import Grow, Join, Output, Sampling, StepPlan
 from headrace.sources.files import ModelFiles
-from tests.devices import kv_tensors, load
+from tests.devices import PROCESSORS, kv_tensors, load
 from tests.golden.reference import tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan, run
 
@@ -261,7 +261,7 @@ def test_two_steps_in_flight(runner: Runner, twin: Runner) -> None:
     assert last.step == 5
 
 
-@pytest.mark.parametrize("backend", ["cpu"], indirect=True, scope="session")
+@pytest.mark.parametrize("backend", PROCESSORS, indirect=True, scope="session")
 def test_launch_does_not_wait_for_the_device(runner: Any) -> None:
     gate = threading.Event()
     held = runner.submit(gate.wait)

@@ -14,7 +14,7 @@ import torch
 from headrace.engine.protocol import Runner
 from headrace.messages import Join, Sampling, StepPlan
 from headrace.sources.files import ModelFiles
-from tests.devices import load
+from tests.devices import PROCESSORS, load
 from tests.golden.reference import TINY, agree, greedy, tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan
 
@@ -91,7 +91,7 @@ def a_crowd_changes_nothing(backend: str, files: ModelFiles, longest: int, vocab
     runner.close()
 
 
-@pytest.mark.parametrize("backend", ["cpu"], indirect=True, scope="session")
+@pytest.mark.parametrize("backend", PROCESSORS, indirect=True, scope="session")
 def test_logits_are_close(pair: Pair) -> None:
     model, runner = pair
     (prompt,) = prompts(1)

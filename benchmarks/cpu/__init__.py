@@ -1,0 +1,1 @@
+"""What the processor's kernels reach, op by op."""

@@ -1,0 +1,97 @@
+"""One step on the processor: a batch of rows -> logits of the rows that are drawn from.
+
+`TorchForward` runs the decoder on torch; `native.NativeForward` replays it on the C++ kernels.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.backends.cpu.attention import Scratch, StepAttention
+from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.ops import TorchOps
+from headrace.models.layers import Decoder
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """The forward rows of one step, one after another.
+
+    ids [T] int64; tables [device rows, width] int64 block ids; forward row i is the sequence in
+    device row rows[i] and computes positions [starts[i], starts[i] + counts[i]); forward rows in
+    `unwritten` find their KV in the cache; the last tokens of forward rows in `chosen`
+    (each once) get logits.
+    """
+
+    ids: Tensor
+    tables: Tensor
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+    unwritten: list[int]
+    chosen: list[int]
+
+    def last_tokens(self) -> list[int]:
+        """The token of each row in `chosen`."""
+        ends = list(accumulate(self.counts))
+        return [ends[i] - 1 for i in self.chosen]
+
+
+class Peaks(msgspec.Struct, frozen=True):
+    """Of each row of logits: the first largest (any, if not finite), and whether all are finite.
+
+    best [n] int64, finite [n] bool.
+    """
+
+    best: Tensor
+    finite: Tensor
+
+
+class Forward(Protocol):
+    """Computes batches over a KV store that it was given."""
+
+    def logits(self, batch: Batch) -> Tensor | None:
+        """[len(chosen), vocab_size] float32, the caller's to change until the next call; None if
+        no row is chosen."""
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        """Of what `logits` returned last, before it was changed."""
+
+    def close(self) -> None:
+        """Free threads and memory."""
+
+
+class TorchForward:
+    """The decoder on torch's own operators."""
+
+    def __init__(self, model: Decoder, store: KvStore) -> None:
+        self._model, self._store = model, store
+        self._scratch = Scratch(store.head_dim, model.dtype)
+
+    def logits(self, batch: Batch) -> Tensor | None:
+        """See `Forward`."""
+        step = StepAttention(
+            self._store,
+            self._scratch,
+            batch.tables[batch.rows],
+            batch.starts,
+            batch.counts,
+            batch.unwritten,
+        )
+        rotary = self._model.rotary(step.positions, self._model.dtype)
+        ops = TorchOps(batch.ids, step, rotary)
+        hidden = self._model(ops)
+        return self._model.logits(hidden[batch.last_tokens()], ops) if batch.chosen else None
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        """See `Forward`."""
+        low, high = logits.aminmax(dim=-1)  # NaN passes through
+        return Peaks(logits.argmax(-1), torch.isfinite(low) & torch.isfinite(high))
+
+    def close(self) -> None:
+        """Drop the model."""
+        del self._model, self._store, self._scratch

@@ -1,0 +1,266 @@
+"""The decoder on the C++ kernels: its forward is recorded once and replayed by every step.
+
+A step is one call into the library: the recorded ops over the step's columns, on the one pool.
+Activations between ops are float32; `exact` keeps them so before products, else they are int8
+with a scale for each 32 columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.backends.cpu.forward import Batch, Peaks
+from headrace.backends.cpu.kv_store import KvStore
+from headrace.models.layers import Decoder, Embedding, Linear, RMSNorm, SwiGLU
+from headrace.native import library as abi
+from headrace.native.library import Op, Step
+from headrace.native.pool import Pool
+from headrace.native.weights import PLAIN_TYPES, PackedMatrix
+
+_FIRST_ROOM = 256  # tokens; grows to the largest step seen
+
+_TYPES = {"best": torch.int64, "finite": torch.int32}  # of an op's tensors that are not float32
+
+Weights = Mapping[str, Sequence[PackedMatrix]]  # parameter name -> matrices, in order of rows
+
+
+class Buffers:
+    """What flows between ops, for steps of up to `tokens` tokens and `rows` chosen rows."""
+
+    def __init__(self, pool: Pool, model: Decoder, tokens: int, rows: int) -> None:
+        spec, self.tokens, self.rows = model.spec, tokens, rows
+        heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        self.x = torch.empty(tokens, spec.hidden)
+        self.qkv = torch.empty(tokens, heads)
+        self.y = torch.empty(tokens, spec.heads * spec.head_dim)
+        self.gated = torch.empty(tokens, spec.ffn)
+        self.logits = torch.empty(rows, spec.vocab_rows)
+        self.best = torch.empty(rows, dtype=torch.int64)
+        self.finite = torch.empty(rows, dtype=torch.int32)
+        widest = max(spec.hidden, spec.ffn, spec.heads * spec.head_dim)
+        blocks = -(-max(tokens, rows) // abi.TILE) * -(-widest // abi.BLOCK)
+        block_bytes = max(pool.library.fast_block_bytes, pool.library.exact_block_bytes)
+        self.acts = torch.zeros(blocks * block_bytes, dtype=torch.uint8)
+
+
+class Recorder:
+    """Implements `models.ops.Ops` by writing down what is asked. Tensors it returns are buffers
+    that a replay fills."""
+
+    def __init__(
+        self, model: Decoder, weights: Weights, store: KvStore, buffers: Buffers, *, exact: bool
+    ) -> None:
+        self.ops: list[Op] = []
+        self._keep: list[Any] = []  # what the ops point at
+        self._store, self._buffers, self._exact = store, buffers, exact
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._weights = weights
+        self._head = "embed.weight" if model.head is None else "head.weight"
+
+    def embed(self, embedding: Embedding) -> Tensor:
+        """See `Ops`."""
+        matrices = self._weights[self._names[id(embedding)] + ".weight"]
+        out = self._buffers.x
+        self._add(abi.EMBED, matrices, {"out": out})
+        return out
+
+    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+        """See `Ops`; q stays beside k and v: [T, heads + 2 kv_heads, d]."""
+        b = self._buffers
+        self._product(x, norm, linear, b.qkv)
+        self._add(abi.ROTATE, (), {"out": b.qkv, **self._cache(layer)})
+        return b.qkv
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See `Ops`."""
+        y = self._buffers.y
+        self._add(abi.ATTEND, (), {"x": q, "out": y, **self._cache(layer)})
+        return y
+
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+        """See `Ops`; in place."""
+        self._product(y, None, linear, x, flags=abi.ADD)
+        return x
+
+    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
+        """See `Ops`; in place."""
+        gated = self._buffers.gated
+        self._product(x, norm, mlp.gate_up, gated, kind=abi.GATED)
+        self._product(gated, None, mlp.down, x, flags=abi.ADD)
+        return x
+
+    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """See `Ops`, but x [T, hidden] of all tokens: the step says which rows are chosen."""
+        out = self._buffers.logits
+        assert weight.shape[0] <= out.shape[1], "padding rows of the vocabulary are cut off later"
+        matrices = self._weights[self._head]
+        how = abi.OF_HEAD | self._kind_of_acts(matrices)
+        self._quantise(x, norm, how)
+        self._add(abi.LINEAR, matrices, {"out": out}, flags=how, width=out.shape[1], acts=True)
+        found = {"x": out, "best": self._buffers.best, "finite": self._buffers.finite}
+        self._add(abi.PEAKS, (), found, width=weight.shape[0])
+        self.ops[-1].stride = out.shape[1]
+        return out
+
+    def _product(
+        self,
+        x: Tensor,
+        norm: RMSNorm | None,
+        linear: Linear,
+        out: Tensor,
+        *,
+        kind: int = abi.LINEAR,
+        flags: int = 0,
+    ) -> None:
+        """out (+)= norm(x) W^T + b."""
+        matrices = self._weights[self._names[id(linear)] + ".weight"]
+        how = self._kind_of_acts(matrices)
+        self._quantise(x, norm, how)
+        tensors = {"out": out}
+        if linear.bias is not None:
+            tensors["bias"] = linear.bias
+        self._add(kind, matrices, tensors, flags=how | flags, width=out.shape[1], acts=True)
+
+    def _cache(self, layer: int) -> dict[str, Tensor]:
+        return {"k": self._store.k[layer], "v": self._store.v[layer]}
+
+    def _kind_of_acts(self, matrices: Sequence[PackedMatrix]) -> int:
+        plain = any(matrix.ggml_type in PLAIN_TYPES for matrix in matrices)
+        return abi.EXACT if self._exact or plain else 0
+
+    def _quantise(self, x: Tensor, norm: RMSNorm | None, flags: int) -> None:
+        tensors, epsilon = {"x": x}, 0.0
+        if norm is not None:
+            tensors["weight"], epsilon = norm.weight, norm.eps
+        width = x.shape[1]
+        self._add(abi.QUANTISE, (), tensors, flags=flags, width=width, epsilon=epsilon, acts=True)
+
+    def _add(
+        self,
+        kind: int,
+        matrices: Sequence[PackedMatrix],
+        tensors: Mapping[str, Tensor],
+        *,
+        flags: int = 0,
+        width: int = 0,
+        epsilon: float = 0.0,
+        acts: bool = False,
+    ) -> None:
+        for name, tensor in tensors.items():
+            assert tensor.is_contiguous(), name
+            assert tensor.dtype == _TYPES.get(name, torch.float32) or name in ("k", "v"), name
+        op = Op(kind=kind, flags=flags, width=width, epsilon=epsilon, part_count=len(matrices))
+        for name, tensor in tensors.items():
+            setattr(op, name, tensor.data_ptr())
+        if acts:
+            op.acts = self._buffers.acts.data_ptr()
+        if matrices:
+            op.parts = abi.pointers([matrix.c for matrix in matrices])
+        self._keep.append((matrices, tensors, op.parts))
+        self.ops.append(op)
+
+
+class NativeForward:
+    """See `forward.Forward`. `positions`: how many a sequence may reach; `rows`: most chosen.
+
+    Takes the pool: `close` ends it.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        weights: Weights,
+        store: KvStore,
+        pool: Pool,
+        *,
+        positions: int,
+        rows: int,
+        exact: bool,
+    ) -> None:
+        self._model, self._weights, self._store, self.pool = model, weights, store, pool
+        self._exact = exact
+        cosines, sines = model.rotary(torch.arange(positions), torch.float32)
+        self._cosines, self._sines = cosines.contiguous(), sines.contiguous()
+        self._kv_type = abi.KV_TYPES[str(store.k[0].dtype).removeprefix("torch.")]
+        self._record(_FIRST_ROOM, rows)
+
+    def _record(self, tokens: int, rows: int) -> None:
+        buffers = Buffers(self.pool, self._model, tokens, rows)
+        recorder = Recorder(self._model, self._weights, self._store, buffers, exact=self._exact)
+        self._model.logits(self._model(recorder), recorder)
+        self._buffers, self._recorder = buffers, recorder
+        self._ops = (Op * len(recorder.ops))(*recorder.ops)
+
+    @property
+    def ops(self) -> Sequence[Op]:
+        """What a step runs, in order."""
+        return self._recorder.ops
+
+    def logits(self, batch: Batch) -> Tensor | None:
+        """See `Forward`."""
+        self.reserve(batch.ids.numel(), len(batch.chosen))
+        self.run(batch, self._ops)
+        if not batch.chosen:
+            return None
+        return self._buffers.logits[: len(batch.chosen), : self._model.spec.vocab_size]
+
+    def reserve(self, tokens: int, rows: int) -> None:
+        """Make room for steps of so many tokens and chosen rows; `ops` may be new afterwards."""
+        room = self._buffers
+        if tokens > room.tokens or rows > room.rows:
+            self._record(max(tokens, 2 * room.tokens), max(rows, room.rows))
+
+    def run(self, batch: Batch, ops: ctypes.Array[Op]) -> None:
+        """Run ops over the columns of a batch that fits."""
+        tokens = batch.ids.numel()
+        counts, starts = np.array(batch.counts), np.array(batch.starts)
+        owners = np.repeat(np.arange(counts.size), counts)
+        firsts = np.cumsum(counts) - counts
+        positions = np.arange(tokens) - firsts[owners] + starts[owners]
+        assert int(positions.max()) < self._cosines.shape[0], "a position past the rotary table"
+        writes = np.ones(tokens, np.int32)
+        writes[np.isin(owners, batch.unwritten)] = 0
+        columns = {
+            "ids": batch.ids.numpy(),
+            "head_rows": np.array(batch.last_tokens()),
+            "rows": np.array(batch.rows)[owners],
+            "positions": positions,
+            "writes": writes,
+        }
+        packed = {name: np.ascontiguousarray(c, np.int32) for name, c in columns.items()}
+        self.pool.run(ops, self._step(batch, packed))
+
+    def _step(self, batch: Batch, columns: dict[str, np.ndarray[Any, Any]]) -> Step:
+        spec, tables = self._model.spec, batch.tables
+        assert tables.is_contiguous(), "tables are read in place"
+        assert tables.dtype == torch.int64, "block ids are int64"
+        return Step(
+            tokens=batch.ids.numel(),
+            head_count=len(batch.chosen),
+            tables=tables.data_ptr(),
+            cosines=self._cosines.data_ptr(),
+            sines=self._sines.data_ptr(),
+            table_width=tables.shape[1],
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            block_size=self._store.block_size,
+            kv_type=self._kv_type,
+            **{name: column.ctypes.data for name, column in columns.items()},
+        )
+
+    def peaks(self, logits: Tensor) -> Peaks:
+        """See `Forward`; the step found them."""
+        n = logits.shape[0]
+        return Peaks(self._buffers.best[:n].clone(), self._buffers.finite[:n] != 0)
+
+    def close(self) -> None:
+        """End the pool; drop weights and buffers."""
+        self.pool.close()
+        del self._model, self._weights, self._store, self._buffers, self._recorder, self._ops

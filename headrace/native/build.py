@@ -1,0 +1,185 @@
+"""Compiles `src/` into one shared library, once for each compiler, instruction set and source.
+
+At first use only the best set of this processor is compiled: that is the time a newcomer waits.
+A library may also hold several sets (`build(sets=...)`); which one runs is chosen when it starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from headrace.sources import cache
+
+SOURCES = Path(__file__).parent / "src"
+_COMPILERS = ("g++", "clang++", "c++")
+_REMEDY = "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install)"
+_TIMEOUT_S = 300.0
+_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",  # vectors pass between inlined functions only
+]
+_AVX2 = ["-DHR_AVX2", "-mavx2", "-mfma", "-mf16c"]
+_AVX512 = ["-DHR_AVX512", "-mavx2", "-mfma", "-mf16c"]
+_AVX512 += [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
+_NEEDS = {  # as Linux names them
+    "avx512": {"avx2", "fma", "f16c"}
+    | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "neon": {"asimddp"},
+}
+_PER_SET = ("linear", "attention", "elementwise", "table")
+_ONCE = ("pack", "pool", "dispatch")
+
+
+class Unavailable(msgspec.Struct, frozen=True):
+    """Why there is no library, and the one thing to do about it."""
+
+    reason: str
+    remedy: str
+
+
+class Built(msgspec.Struct, frozen=True):
+    """A library on disk. `built_s`: what building it took just now, 0 if it was there."""
+
+    path: Path
+    built_s: float
+
+
+def instruction_sets(machine: str = platform.machine()) -> dict[str, list[str]]:
+    """Kernel tables of an architecture, best first -> the flags they are compiled with."""
+    if machine in ("x86_64", "AMD64"):
+        return {"avx512": _AVX512, "avx2": _AVX2, "generic": []}
+    if machine in ("aarch64", "arm64"):
+        return {"neon": ["-march=armv8.2-a+dotprod"], "generic": []}
+    return {"generic": []}
+
+
+def best_set(machine: str = platform.machine(), cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The first set whose instructions the processor has, by Linux's names for them.
+
+    Without /proc/cpuinfo: neon on arm64 (every Apple processor has it), else generic.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return "neon" if machine == "arm64" else "generic"
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    flags = set(found.partition(":")[2].split())
+    return next(
+        name for name in instruction_sets(machine) if _NEEDS.get(name, frozenset()) <= flags
+    )
+
+
+def find_compiler(environ: Mapping[str, str] = os.environ) -> str | Unavailable:
+    """$CXX, or the first compiler on PATH."""
+    named = environ.get("CXX")
+    for name in [named] if named else _COMPILERS:
+        path = shutil.which(name, path=environ.get("PATH"))
+        if path:
+            return path
+    missing = f"CXX = {named} is not a program" if named else "no C++ compiler on PATH"
+    return Unavailable(missing, _REMEDY)
+
+
+def build(
+    environ: Mapping[str, str] = os.environ,
+    sets: Sequence[str] = (),
+    extra_flags: Sequence[str] = (),
+) -> Built | Unavailable:
+    """The library with kernels for `sets` (none: this processor's best), cached or newly built."""
+    sets = sets or (best_set(),)
+    compiler = find_compiler(environ)
+    if isinstance(compiler, Unavailable):
+        return compiler
+    flags = [*_FLAGS, *extra_flags]
+    try:
+        folder = cache.cache_home(environ) / "native" / _key(compiler, flags, sets)
+        path = folder / "libheadrace.so"
+        if path.exists():
+            return Built(path, 0.0)
+        with cache.lock(folder.parent / "build.lock"):
+            if path.exists():  # another process was building it
+                return Built(path, 0.0)
+            return _build(compiler, flags, sets, path)
+    except OSError as error:
+        return Unavailable(f"cannot build in {cache.cache_home(environ)}: {error}", "make room")
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    """What the compiler says it is; a key, not for people."""
+    said = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    return said.stdout
+
+
+def _key(compiler: str, flags: list[str], sets: Sequence[str]) -> str:
+    own = [(name, instruction_sets()[name]) for name in sets]
+    digest = hashlib.sha256(repr((_version(compiler), flags, own)).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _commands(
+    compiler: str, flags: list[str], sets: Sequence[str], folder: Path
+) -> tuple[list[list[str]], list[str]]:
+    """Commands that make the objects, and those objects."""
+    commands, objects = [], []
+    units = [(source, name) for name in sets for source in _PER_SET]
+    for source, name in [*units, *((source, "") for source in _ONCE)]:
+        target = str(folder / f"{source}.{name or 'all'}.o")
+        own = [f"-DHR_ISA={name or 'packing'}", *(f"-DHR_HAS_{known.upper()}" for known in sets)]
+        if name:
+            own += [*instruction_sets()[name], f"-DHR_TABLE=k_{name}"]
+        commands.append(
+            [compiler, *flags, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", target]
+        )
+        objects.append(target)
+    return commands, objects
+
+
+def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> Built | Unavailable:
+    began_s = time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        folder = Path(temporary)
+        commands, objects = _commands(compiler, flags, sets, folder)
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as jobs:
+            failures = [said for said in jobs.map(_run, commands) if said]
+        made = folder / path.name
+        link = [compiler, *flags, "-shared", "-pthread", *objects, "-o", str(made)]
+        failures = failures or [said for said in [_run(link)] if said]
+        if failures:
+            return Unavailable(f"{compiler} failed: {failures[0]}", _REMEDY)
+        os.replace(made, path)
+    return Built(path, time.perf_counter() - began_s)
+
+
+def _run(command: list[str]) -> str:
+    """ "" if the command worked, else the start of what it said."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no result after {_TIMEOUT_S:.0f} s"
+    said = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+    return "" if done.returncode == 0 else said[0][:500]

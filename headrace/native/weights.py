@@ -1,0 +1,69 @@
+"""Weight matrices as the kernels read them: quantised blocks stay quantised, rows in panels."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import ModelError
+from headrace.native.library import Library, Matrix
+
+PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml type -> torch's name
+_CHUNK_BYTES = 32 * 2**20
+_ALIGN_BYTES = 64
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Arena:
+    """Zeroed memory for weights in large chunks, on huge pages where the system has them."""
+
+    def __init__(self, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._left: Bytes = np.empty(0, np.uint8)
+        self.used_bytes = 0
+
+    def take(self, size_bytes: int) -> Bytes:
+        """`size_bytes` zeros, aligned to 64; they live as long as the array does."""
+        padded = -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        if padded > self._left.size:
+            chunk = mmap.mmap(-1, max(padded, self._chunk_bytes))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                chunk.madvise(mmap.MADV_HUGEPAGE)
+            self._left = np.frombuffer(chunk, np.uint8)
+        taken, self._left = self._left[:size_bytes], self._left[padded:]
+        self.used_bytes += size_bytes
+        return taken
+
+
+class PackedMatrix:
+    """W [rows, columns] of one ggml type (plain floats are types too)."""
+
+    def __init__(
+        self, library: Library, arena: Arena, ggml_type: int, rows: int, columns: int
+    ) -> None:
+        size_bytes = library.packed_bytes(ggml_type, rows, columns)
+        if size_bytes < 0:
+            raise ModelError(
+                f"no native kernels for a [{rows}, {columns}] matrix of GGUF type {ggml_type}"
+            )
+        self._library = library
+        self.memory = arena.take(size_bytes)
+        self.ggml_type, self.rows, self.columns = ggml_type, rows, columns
+        self.c = Matrix(self.memory.ctypes.data, ggml_type, rows, columns)
+
+    def fill(self, raw: Bytes, targets: npt.NDArray[np.int32]) -> None:
+        """raw [n, bytes of a row as GGUF stores it]; row i becomes row targets[i]. Once a row."""
+        assert raw.shape[0] == targets.size, "one target a row"
+        assert targets.size == 0 or (targets.min() >= 0 and targets.max() < self.rows), "rows"
+        raw, targets = np.ascontiguousarray(raw), np.ascontiguousarray(targets)
+        self._library.pack_rows(
+            self.ggml_type,
+            self.columns,
+            raw.ctypes.data,
+            targets.size,
+            targets.ctypes.data,
+            self.memory.ctypes.data,
+        )

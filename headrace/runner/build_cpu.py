@@ -1,0 +1,128 @@
+"""The processor's runner: which kernels compute, in what precision, over which KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from headrace.backends.cpu import device
+from headrace.backends.cpu.forward import Forward, TorchForward
+from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.native import NativeForward
+from headrace.config import Settings
+from headrace.engine.protocol import Capacity
+from headrace.errors import ConfigError
+from headrace.models.layers import Decoder
+from headrace.models.registry import module_of
+from headrace.models.spec import ModelSpec
+from headrace.native.build import Unavailable
+from headrace.native.library import Library, load
+from headrace.native.pool import Pool
+from headrace.native.weights import Arena
+from headrace.runner import ledger, pack
+from headrace.runner.checkpoint import Checkpoint
+from headrace.runner.runner import TorchRunner, table_width
+
+
+class Kernels(msgspec.Struct, frozen=True):
+    """What computes on the processor, and why. `library`: None where torch does."""
+
+    library: Library | None
+    exact: bool  # activations stay float before products with quantised weights
+    reason: str
+
+    def __str__(self) -> str:
+        if self.library is None:
+            return f"torch: {self.reason}"
+        return f"native, {'float' if self.exact else 'int8'} activations: {self.reason}"
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A decoder and what it takes to run it. `packed`: None where torch computes."""
+
+    model: Decoder
+    kernels: Kernels
+    packed: pack.Packed | None
+    weights: ledger.Line
+
+
+def resolve_kernels(settings: Settings) -> Kernels:
+    """Native kernels if asked for, or if `auto` finds them. Builds the library at its first use.
+
+    Raises ConfigError if they are asked for and cannot be had.
+    """
+    if settings.cpu_kernels == "torch":
+        if settings.cpu_precision == "fast":
+            raise ConfigError("cpu_precision = fast needs native kernels", param="cpu_precision")
+        return Kernels(None, True, "as set")
+    found = load()
+    if isinstance(found, Unavailable):
+        reason = f"{found.reason}; {found.remedy}"
+        if settings.cpu_kernels == "native" or settings.cpu_precision == "fast":
+            raise ConfigError(f"no native kernels: {reason}", param="cpu_kernels")
+        return Kernels(None, True, f"no native kernels: {reason}")
+    if settings.cpu_precision != "auto":
+        return Kernels(found, settings.cpu_precision == "exact", "as set")
+    if settings.dtype == "float32":
+        return Kernels(found, True, "dtype = float32 asks for exactness")
+    return Kernels(found, False, "as accurate as 8 bits a block of 32, several times faster")
+
+
+def kv_dtype(settings: Settings, kernels: Kernels, dtype: torch.dtype) -> torch.dtype:
+    """The KV cache's type: the model's, but native kernels widen bfloat16 on any processor."""
+    if kernels.library is not None and not kernels.exact and settings.dtype == "auto":
+        return torch.bfloat16
+    return dtype
+
+
+def load_decoder(
+    settings: Settings,
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    plain: Callable[[torch.dtype], Decoder],
+    dtype: torch.dtype,
+) -> Loaded:
+    """The decoder as `resolve_kernels` wants it. `plain` loads one whose matrices are tensors;
+    random weights (no checkpoint) are drawn so and then packed."""
+    kernels = resolve_kernels(settings)
+    if kernels.library is None:
+        model = plain(dtype)
+        return Loaded(model, kernels, None, ledger.weights_line(model.parameters()))
+    arena = Arena()
+    if checkpoint is None:
+        model = plain(torch.float32)
+        packed = pack.pack_parameters(model, kernels.library, arena)
+        return Loaded(model, kernels, packed, ledger.weights_line(model.parameters()))
+    module = module_of(spec.architecture)
+    with torch.device("meta"):
+        model = module.build(spec, torch.float32)
+    pack.shell(model, spec)
+    packed = pack.load(model, module.slots(spec), checkpoint, kernels.library, arena)
+    vectors = [p for p in model.parameters() if not p.is_meta]
+    size_bytes = arena.used_bytes + sum(p.numel() * p.element_size() for p in vectors)
+    count = sum(p.numel() for p in model.parameters())
+    line = ledger.Line("weights", size_bytes, f"{count / 1e6:.1f} M parameters, packed")
+    return Loaded(model, kernels, packed, line)
+
+
+def make_runner(
+    settings: Settings, loaded: Loaded, store: KvStore, capacity: Capacity
+) -> TorchRunner:
+    """The runner over a loaded decoder; it owns the threads that compute."""
+    threads = settings.threads or device.cores()
+    library, packed = loaded.kernels.library, loaded.packed
+    if library is None or packed is None:
+        return TorchRunner(TorchForward(loaded.model, store), store, capacity, threads)
+    forward: Forward = NativeForward(
+        loaded.model,
+        packed,
+        store,
+        Pool(library, threads),
+        positions=table_width(capacity) * capacity.block_size,
+        rows=capacity.max_rows,
+        exact=loaded.kernels.exact,
+    )
+    # One pool computes: torch's own threads would spin beside it.
+    return TorchRunner(forward, store, capacity, 1)
