@@ -10,7 +10,7 @@ to its place in the queue and is computed again later. Whatever was accepted fit
 the best running sequence can always take memory from all others, so the engine cannot lock up.
 
 Against thrashing, an admission leaves `_spare` blocks free: a watermark, and room for the next
-`HEADROOM_TOKENS` of every running sequence, as far as it may still grow and up to a quarter of the
+`headroom_tokens` of every running sequence, as far as it may still grow and up to a quarter of the
 pool; or, after preemptions, a share (`_pressure`, halved every ~140 steps) of all blocks that
 running sequences may still ask for, if that is more.
 """
@@ -52,6 +52,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by key; those that left have row NO_ROW until swept
         self.resident_requests = 0  # requests with at least one row
         self.launched = 0  # number of the newest step
+        self.headroom_tokens = HEADROOM_TOKENS
         self.growth_blocks = 0  # what all running sequences may still ask for
         self.static = settings.scheduling_policy == "static"
         self._ages = settings.scheduling_policy == "priority"
@@ -223,7 +224,7 @@ class Scheduler:
         if not self.running:
             return 0
         growth = self.growth_blocks + self._growth(candidate)
-        soon = (len(self.running) + 1) * self.kv.blocks_for(HEADROOM_TOKENS)
+        soon = (len(self.running) + 1) * self.kv.blocks_for(self.headroom_tokens)
         headroom = min(growth, soon, self.kv.size // HEADROOM_SHARE)
         return self._watermark + max(headroom, int(self._pressure * growth))
 

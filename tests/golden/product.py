@@ -140,7 +140,10 @@ def _engine(make: Make, case: Case, prompts: Sequence[list[int]], n_tokens: int)
         **sizes,
     )
     kv = KVCache(blocks, BLOCK, prefix_caching=settings.prefix_caching)
-    return Engine(settings, kv, make(sizes), overlap=case.loop == "overlap")
+    engine = Engine(settings, kv, make(sizes), overlap=case.loop == "overlap")
+    if tight:
+        engine.scheduler.headroom_tokens = 0  # who leaves room is preempted less
+    return engine
 
 
 def _generate(
