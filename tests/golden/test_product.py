@@ -138,14 +138,21 @@ def default(default_model: ModelFiles) -> Golden:
     return Golden(hf_model(default_model, torch.float32), default_model, prompts, DEFAULT_TOKENS)
 
 
+def few() -> list[Case]:
+    """For backends that load the default model anew in each case."""
+    return pairwise()[::4]
+
+
 @pytest.mark.model
-@pytest.mark.parametrize(("backend", "case"), on(pairwise()))
+@pytest.mark.parametrize(("backend", "case"), on(pairwise(), few()))
 def test_default_model(default: Golden, backend: str, case: Case) -> None:
     default.check(backend, case, threads=torch.get_num_threads(), alone=4)
 
 
 @pytest.mark.model
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "case"), on(rest()))
+@pytest.mark.parametrize(
+    ("backend", "case"), on(rest(), [case for case in all_cases() if case not in few()])
+)
 def test_default_model_full(default: Golden, backend: str, case: Case) -> None:
     default.check(backend, case, threads=torch.get_num_threads(), alone=6)
