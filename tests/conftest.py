@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
 from tests.devices import BACKEND_PARAMS, WITHOUT_CUDA, WITHOUT_NATIVE
+
+if WITHOUT_CUDA:
+    # Before anything imports triton, as transformers does: what triton has made by then stays
+    # compiled, and kernel tests could not be interpreted any more.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", params=BACKEND_PARAMS)
