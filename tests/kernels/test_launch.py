@@ -78,7 +78,7 @@ def run(cache: Path) -> Any:
 def test_compiled_side_by_side_and_found_again_on_disk(tmp_path: Path) -> None:
     counts, failed, launched, poked = run(tmp_path)
     assert counts == [[3, 0], [3, 0], [5, 0], [5, 0]], "each once; a plain draw has two of its own"
-    assert failed == ["CompilationError"] * 2
+    assert set(failed) == {"CompilationError"}, "triton 3.7 says it once, 3.6 each time"
     assert not launched, "this card cannot launch"
     assert poked == [0] * 9, "nothing ran"
     counts, *_ = run(tmp_path)
