@@ -15,7 +15,7 @@ from headrace.native.build import Unavailable, build
 EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS = range(7)
 ADD, OF_HEAD, EXACT = 1, 2, 4
 KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8}
-BLOCK, TILE, PANEL = 32, 16, 16  # columns of a block, rows of a tile, rows of a panel
+BLOCK, TILE = 32, 16  # columns of a block, rows of a tile
 
 
 class Matrix(Structure):

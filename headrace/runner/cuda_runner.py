@@ -16,8 +16,8 @@ import torch
 from headrace.engine.protocol import Capacity
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
-from headrace.runner.device_state import DeviceState
 from headrace.runner.forward import Forward, Way
+from headrace.runner.plan_check import check, sources_of
 
 _OFFERED = (Output.NONE, Output.SAMPLE)
 _IN_FLIGHT = 4  # result slots: more than the tickets that may be open
@@ -98,7 +98,7 @@ class CudaRunner:
                 assert group == 0, "this runner has one KV group"
                 self._forward.store.copy(pairs)
             if plan.rows:
-                _check(plan, self._state)
+                check(plan, self._state.taken)
                 way = self._forward.run(plan, sources_of(plan))
                 self._counts[f"steps_{way}"] += 1
         self._latest = CudaTicket(self, plan)
@@ -109,7 +109,7 @@ class CudaRunner:
         slot, draws = self._at, len(plan.draw_from)
         with self._queueing():
             if draws:
-                self._forward.sample(plan, sources_of(plan), self._tokens[:draws])
+                self._forward.sample(plan, self._tokens[:draws])
                 self._results[slot, :draws].copy_(self._tokens[:draws], non_blocking=True)
             ended = self._ended[slot]
             if ended is not None:
@@ -138,18 +138,3 @@ class CudaRunner:
         self._forward.close()
         self._latest = None
         del self._forward, self._state, self._tokens
-
-
-def sources_of(plan: StepPlan) -> list[int]:
-    """Forward rows that are drawn from, in the order of their first draw."""
-    return list(dict.fromkeys(plan.draw_from))
-
-
-def _check(plan: StepPlan, state: DeviceState) -> None:
-    """The plan's own promises; a broken one is a bug of the scheduler."""
-    for row, count, ids in zip(plan.rows, plan.counts, plan.ids, strict=True):
-        assert state.taken(row), f"step {plan.step} computes row {row}, which is free"
-        assert count == (1 if ids is None else len(ids)), f"row {row}: {count} tokens, ids {ids}"
-    assert not plan.draw_at, "this runner draws from last positions"
-    for i in plan.draw_from:
-        assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"

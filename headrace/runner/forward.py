@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.cuda.attention import Attention, StepAttention
-from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable
+from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable, leading_singles
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.ops import CudaOps, Place
 from headrace.kernels import sampling
@@ -28,7 +28,7 @@ from headrace.kernels.launch import compiled, compiling, fetched
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState
-from headrace.runner.step_input import StepInput, leading_singles
+from headrace.runner.step_input import StepInput
 
 Way = Literal["alone", "mixed", "crowd", "eager"]
 
@@ -82,7 +82,8 @@ class Forward:
         largest = self._sizes["mixed"][-1]
         self._chunks = ChunkTable(largest, attention.tiling, self.device)
         self._graphs: dict[tuple[Way, int], torch.cuda.CUDAGraph] = {}
-        self._input = self._inputs["alone"]
+        self._input = self._inputs["alone"]  # of the step that `run` queued last
+        self._logit_rows = 0  # of that step
         self._pool: Any = None
         self._seen = _seen()
         self._scratch = sampling.Scratch.allocate(draws, model.spec.vocab_size, self.device)
@@ -114,6 +115,7 @@ class Forward:
         """Queue a step; logits [len(sources), vocab] stand in the buffers."""
         way, tokens = self.way(plan), sum(plan.counts)
         self._input = source = self._inputs[way]
+        self._logit_rows = len(sources)
         if way == "alone":
             size = self._padded(way, tokens)
             if not source.follows(plan):
@@ -177,11 +179,11 @@ class Forward:
             alone = self._attention.singles(source.columns(count, self.state.tables))
             self.model.logits(chosen, self._ops(source, count, alone))
 
-    def sample(self, plan: StepPlan, sources: list[int], tokens: Tensor) -> None:
+    def sample(self, plan: StepPlan, tokens: Tensor) -> None:
         """Queue the draws of the step that `run` queued last; tokens [draws] int32 is filled."""
         draws = len(plan.draw_from)
-        logits = self.place.buffers.logits[: len(sources)]
-        if draws != len(sources):  # several draws from one row: n > 1
+        logits = self.place.buffers.logits[: self._logit_rows]
+        if draws != self._logit_rows:  # several draws from one row: n > 1
             spread = self.place.buffers.spread[:draws]
             logits = torch.index_select(logits, 0, self._input.draw_logits[:draws], out=spread)
         self._draw(logits, draws, tokens, self.state.kind(plan.draw_into))

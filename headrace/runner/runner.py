@@ -19,6 +19,7 @@ from headrace.backends.cpu.kv_store import KvStore
 from headrace.engine.protocol import Capacity
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
+from headrace.runner.plan_check import check, sources_of
 from headrace.runner.rows import Rows
 from headrace.sampling.pipeline import sample
 
@@ -131,7 +132,7 @@ class TorchRunner:
             self._store.copy(pairs)
 
     def _compute(self, plan: StepPlan) -> Tensor | None:
-        _check(plan, self._rows)
+        check(plan, self._rows.taken)
         batch = Batch(
             self._rows.ids(plan.rows, plan.ids),
             self._rows.tables,
@@ -139,7 +140,7 @@ class TorchRunner:
             plan.starts,
             plan.counts,
             plan.unwritten,
-            _sources(plan),
+            sources_of(plan),
         )
         return self._forward.logits(batch)
 
@@ -151,7 +152,7 @@ class TorchRunner:
         began_s = time.perf_counter()
         peaks = self._forward.peaks(logits)
         best, finite = peaks.best, peaks.finite
-        sources = {row: i for i, row in enumerate(_sources(plan))}
+        sources = {row: i for i, row in enumerate(sources_of(plan))}
         if len(sources) != len(plan.draw_from):
             order = [sources[row] for row in plan.draw_from]
             logits, best, finite = logits[order], best[order], finite[order]
@@ -166,18 +167,3 @@ class TorchRunner:
             tokens[j] = _FAILED_TOKEN
         failed = [(j, "the model's logits were not finite") for j in broken]
         return StepResult(plan.step, tokens, failed, busy_s + time.perf_counter() - began_s)
-
-
-def _sources(plan: StepPlan) -> list[int]:
-    """Forward rows that are drawn from, in the order of their first draw."""
-    return list(dict.fromkeys(plan.draw_from))
-
-
-def _check(plan: StepPlan, rows: Rows) -> None:
-    """The plan's own promises; a broken one is a bug of the scheduler."""
-    for row, count, ids in zip(plan.rows, plan.counts, plan.ids, strict=True):
-        assert rows.taken(row), f"step {plan.step} computes row {row}, which is free"
-        assert count == (1 if ids is None else len(ids)), f"row {row}: {count} tokens, ids {ids}"
-    assert not plan.draw_at, "this runner draws from last positions"
-    for i in plan.draw_from:
-        assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"

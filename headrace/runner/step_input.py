@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.backends.cuda.chunk_table import leading_singles
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels.columns import StepColumns
 from headrace.messages import StepPlan
-
-
-def leading_singles(plan: StepPlan) -> int:
-    """The rows of one token that a plan begins with: its decode rows, if it has chunks too."""
-    return next((i for i, count in enumerate(plan.counts) if count > 1), len(plan.counts))
 
 
 class StepInput:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.chunk_table import leading_singles
 from headrace.backends.cuda.dense_chunks import SIZES, DenseChunks, unsupported
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels.attention_configs import prefill_config
@@ -86,7 +87,7 @@ class Attention:
 
     def mixed(self, columns: StepColumns, plan: StepPlan) -> StepAttention:
         """A step as the plan has it: single tokens first, then chunks."""
-        singles = next((i for i, count in enumerate(plan.counts) if count > 1), len(plan.counts))
+        singles = leading_singles(plan)
         if singles == len(plan.counts):
             return self.singles(columns)
         firsts = (np.cumsum(plan.counts) - plan.counts).tolist()

@@ -12,6 +12,11 @@ from headrace.messages import StepPlan
 MAX_CHUNKS = 64
 
 
+def leading_singles(plan: StepPlan) -> int:
+    """The rows of one token that a plan begins with: its decode rows, if it has chunks too."""
+    return next((i for i, count in enumerate(plan.counts) if count > 1), len(plan.counts))
+
+
 class ChunkTable:
     """Room for `MAX_CHUNKS` chunks of at most `tokens` tokens in all. Unused tiles: chunk -1."""
 

@@ -1,0 +1,25 @@
+"""What every runner reads off a plan, and the promises that it holds the scheduler to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.messages import Output, StepPlan
+
+
+def sources_of(plan: StepPlan) -> list[int]:
+    """Forward rows that are drawn from, in the order of their first draw."""
+    return list(dict.fromkeys(plan.draw_from))
+
+
+def check(plan: StepPlan, taken: Callable[[int], bool]) -> None:
+    """The plan's own promises; a broken one is a bug of the scheduler.
+
+    `taken`: whether a sequence owns a device row, after the plan's leaves and joins.
+    """
+    for row, count, ids in zip(plan.rows, plan.counts, plan.ids, strict=True):
+        assert taken(row), f"step {plan.step} computes row {row}, which is free"
+        assert count == (1 if ids is None else len(ids)), f"row {row}: {count} tokens, ids {ids}"
+    assert not plan.draw_at, "this runner draws from last positions"
+    for i in plan.draw_from:
+        assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"
