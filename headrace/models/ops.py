@@ -3,7 +3,8 @@
 The fusions are part of the contract: a backend may do each in one kernel. The step's ids,
 positions and block tables belong to the object that implements it.
 
-Implementations: `backends.cpu.ops.TorchOps` (plain torch) and `backends.cuda.ops.CudaOps`.
+Implementations: `backends.cpu.ops.TorchOps` (plain torch), `backends.cpu.native.Recorder` (writes
+down what the C++ kernels replay) and `backends.cuda.ops.CudaOps`.
 """
 
 from __future__ import annotations
