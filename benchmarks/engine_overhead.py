@@ -23,7 +23,7 @@ from pathlib import Path
 
 from headrace.config import Settings
 from headrace.engine.loop import Engine
-from headrace.engine.protocol import Capacity
+from headrace.engine.protocol import Capacity, Masks
 from headrace.kv.cache import KVCache
 from headrace.messages import Sampling, StepPlan, StepResult, Submit
 
@@ -60,7 +60,7 @@ class NullTicket:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
-    def finish(self, masks: None = None) -> None:
+    def finish(self, masks: Masks | None = None) -> None:
         """The draws are made already."""
 
     def result(self) -> StepResult:

@@ -21,14 +21,84 @@ Reason = Literal["stop", "length", "abort", "error"]
 EVERY = -1  # Done.handle: all of this API process's live requests are gone (it was silent too long)
 
 
+class Rules(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens may be drawn at all, and with what bias. Applied before everything else."""
+
+    bias: list[tuple[int, float]] = []  # (id, added to its logit); distinct ids
+    allowed: list[int] = []  # only these; [] = all
+    banned: list[int] = []
+    bad_words: list[list[int]] = []  # the last id of each is banned after the ids before it
+    min_tokens: int = 0  # before as many output tokens, `held` are banned
+    held: list[int] = []
+
+
+class Repetition(msgspec.Struct, frozen=True, array_like=True):
+    """Penalties on tokens that were there already."""
+
+    repetition: float = 1.0  # prompt and output: a positive logit is divided, a negative multiplied
+    frequency: float = 0.0  # output: subtracted once an occurrence
+    presence: float = 0.0  # output: subtracted once
+    window: int = 0  # last tokens of the sequence that count; 0 = all
+
+
+class Dry(msgspec.Struct, frozen=True, array_like=True):
+    """A token that would lengthen a repeat of n >= allowed_length tokens loses
+    multiplier * base ** (n - allowed_length)."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    window: int = 0  # last tokens of the sequence that are searched; 0 = all
+    breakers: list[int] = []  # a repeat does not reach across these ids
+
+
+class Lz(msgspec.Struct, frozen=True, array_like=True):
+    """A token loses `strength` times what an LZ77 coder would save by it."""
+
+    strength: float
+    window: int = 512  # last tokens that the coder sees
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How one sequence draws its tokens. All values are resolved: no None, no "default"."""
+    """How one sequence draws its tokens. All values are resolved: no "default".
+
+    None in the four last ones: not used, and free of cost. They apply to greedy rows too.
+    """
 
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0  # 0 <= seed < 2**64; the client draws one when the caller gave none
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0  # 0 = off
+    logprobs: int = -1  # how many of the most likely tokens to report beside the drawn one; -1 = no
+    rules: Rules | None = None
+    repetition: Repetition | None = None
+    dry: Dry | None = None
+    lz: Lz | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """A draw looks at the ids before it."""
+        words = self.rules is not None and bool(self.rules.bad_words)
+        return words or any(x is not None for x in (self.repetition, self.dry, self.lz))
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the output must match, from its first token on."""
+
+    kind: Literal["json", "regex", "lark"]  # a JSON schema, a regular expression, a Lark grammar
+    text: str
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probabilities at one position: log-softmax of the model's own logits."""
+
+    logprob: float  # of the token that stands there
+    rank: int  # 1 = it was the most likely one
+    top_ids: list[int]  # most likely first, lowest id first among equals
+    top: list[float]
 
 
 # ---------------------------------------------------------------- API process -> engine
@@ -47,6 +117,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     cache_salt: str = ""  # prefix-cache hits only within one salt
     adapter: str = ""  # LoRA adapter; part of the prefix-cache key
     arrived_s: float = 0.0  # time.monotonic() at HTTP arrival (one clock a machine)
+    prompt_logprobs: int = -1  # as Sampling.logprobs, for prompt tokens 1, 2, ...; no cache is read
+    grammar: Grammar | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -96,10 +168,19 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     decode_s: float = 0.0  # first token -> last token
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """entries[i] is for prompt token first + i. The pieces of a prompt come in order, once."""
+
+    handle: int
+    first: int
+    entries: list[Logprobs]
+
+
 class TokenOut(msgspec.Struct, array_like=True):
     """All that one step has for one API process: columns of equal length, then ends, then dones.
 
-    Token i belongs to (handles[i], choices[i]); a choice's tokens are in order.
+    Token i belongs to (handles[i], choices[i]); a choice's tokens are in order. `logprobs` is a
+    column too, or [] when no token has any.
     """
 
     handles: list[int]
@@ -107,6 +188,8 @@ class TokenOut(msgspec.Struct, array_like=True):
     tokens: list[int]
     ends: list[End]
     dones: list[Done]
+    logprobs: list[Logprobs | None] = []
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -132,13 +215,19 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence takes device row `row` (first admission, resumption, or a fork of n > 1)."""
+    """A sequence takes device row `row` (first admission, resumption, or a fork of n > 1).
+
+    `history`, where its sampling needs one: its ids so far. It goes on with the ids of the row's
+    forward rows and with the tokens drawn into it, each at its position.
+    """
 
     row: int
     sampling: Sampling
     choice: int
     tables: list[list[int]]  # [kv group][index] -> block
     adapter: str = ""
+    prompt_tokens: int = 0  # output begins at this position
+    history: list[int] = []
 
 
 class Grow(msgspec.Struct, frozen=True, array_like=True):
@@ -159,7 +248,7 @@ class Output:
     NONE = 0  # KV only
     SAMPLE = 1  # logits of its last position, for the draws that name it
     POOL = 2  # reserved: hidden states, for embeddings
-    PROMPT_LOGPROBS = 3  # reserved
+    PROMPT_LOGPROBS = 3  # as SAMPLE, and what `StepPlan.prompts` says of it
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -196,15 +285,21 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Reserved for speculation, k drafts and k + 1 draws from one forward row: the offset in its
     # forward row of the position that draw j samples from. [] = the last position, for all draws.
     draw_at: list[int] = []
+    # (forward row, how many most likely tokens, id after its last token or -1): the log-probability
+    # of each id in its place, given what stands before it. Only rows of output PROMPT_LOGPROBS.
+    prompts: list[tuple[int, int, int]] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What came of a plan. tokens[j] answers draw j; -1 where draw j failed.
 
-    What other kinds of `Output` yield will be further columns.
+    logprobs is a column beside tokens, or [] when no draw asks. prompt_logprobs[i] answers
+    plan.prompts[i]: ids[1], ids[2], ... of its forward row, then the id after it unless -1.
     """
 
     step: int
     tokens: list[int]
     failed: list[tuple[int, str]] = []  # (draw, why): that request alone ends with an error
     busy_s: float = 0.0  # time the device worked on this step
+    logprobs: list[Logprobs | None] = []
+    prompt_logprobs: list[list[Logprobs]] = []

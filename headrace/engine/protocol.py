@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from headrace.engine.stats import EngineStats
 from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
@@ -64,11 +66,18 @@ class Capacity(msgspec.Struct, frozen=True):
     cost: StepCost | None = None  # None: the time of a step is not known beforehand
 
 
+class Masks(NamedTuple):
+    """Which tokens some draws of a step may take."""
+
+    draws: list[int]  # distinct
+    bits: npt.NDArray[np.int32]  # [draws, ceil(vocab / 32)]: bit t % 32 of word t // 32 = token t
+
+
 class Ticket(Protocol):
     """A step in flight."""
 
-    def finish(self, masks: None = None) -> None:
-        """Enqueue the sampler. Call once, after `launch`; grammar masks will come here."""
+    def finish(self, masks: Masks | None = None) -> None:
+        """Enqueue the sampler. Call once, after `launch`. The caller may reuse masks.bits then."""
 
     def result(self) -> StepResult:
         """Wait for the step and return its tokens. Call once, after `finish`.

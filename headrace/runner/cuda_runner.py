@@ -13,7 +13,7 @@ from typing import get_args
 
 import torch
 
-from headrace.engine.protocol import Capacity
+from headrace.engine.protocol import Capacity, Masks
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
 from headrace.runner.forward import Forward, Way
@@ -31,7 +31,7 @@ class CudaTicket:
         self._slot = -1
         self.finished = False
 
-    def finish(self, masks: None = None) -> None:
+    def finish(self, masks: Masks | None = None) -> None:
         """Enqueue the sampler."""
         assert not self.finished, "a ticket is finished once"
         assert masks is None, "this runner takes no masks"

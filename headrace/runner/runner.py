@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
-from headrace.engine.protocol import Capacity
+from headrace.engine.protocol import Capacity, Masks
 from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
 from headrace.runner.plan_check import check, sources_of
@@ -41,7 +41,7 @@ class TorchTicket:
         """Whether `finish` was called."""
         return self._result is not None
 
-    def finish(self, masks: None = None) -> None:
+    def finish(self, masks: Masks | None = None) -> None:
         """Enqueue the sampler."""
         assert self._result is None, "a ticket is finished once"
         assert masks is None, "this runner takes no masks"

@@ -12,6 +12,7 @@ from headrace.backends.fake import FakeRunner, reference
 from headrace.backends.fake.runner import FakeTicket
 from headrace.config import Settings
 from headrace.engine.loop import Engine
+from headrace.engine.protocol import Masks
 from headrace.kv.cache import KVCache, Table
 from headrace.messages import Done, Sampling, StepPlan, StepResult, Submit
 from tests.unit.engine_rig import GREEDY, Rig
@@ -278,7 +279,7 @@ class FaultyTicket:
     def __init__(self, runner: Faulty, plan: StepPlan, inner: FakeTicket) -> None:
         self.runner, self.plan, self.inner = runner, plan, inner
 
-    def finish(self, masks: None = None) -> None:
+    def finish(self, masks: Masks | None = None) -> None:
         self.inner.finish(masks)
 
     def result(self) -> StepResult:

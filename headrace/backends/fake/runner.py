@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
-from headrace.engine.protocol import Capacity, StepCost
+from headrace.engine.protocol import Capacity, Masks, StepCost
 from headrace.messages import Join, Output, StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
@@ -46,7 +46,7 @@ class FakeTicket:
         self.busy_s = 0.0
         self._runner = runner
 
-    def finish(self, masks: None = None) -> None:
+    def finish(self, masks: Masks | None = None) -> None:
         """Draw. See `engine.protocol.Ticket`."""
         assert masks is None, "the fake runner knows no grammar masks"
         assert self.tokens is None, f"step {self.plan.step} is finished twice"
