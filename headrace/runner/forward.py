@@ -89,6 +89,16 @@ class Forward:
         self._scratch = sampling.Scratch.allocate(draws, model.spec.vocab_size, self.device)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
+        self.settle()
+
+    def settle(self) -> None:
+        """Let this model's stream wait for what the caller's stream was asked to do so far.
+
+        Tables are filled on the stream of whoever makes them; without this, a step could read
+        them before.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     @property
     def store(self) -> CudaKvStore:
