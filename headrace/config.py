@@ -91,8 +91,8 @@ HELP: Mapping[str, str] = {
     "max_num_seqs": "sequences that run at once; 0 = what suits the backend",
     "max_num_batched_tokens": "tokens computed in one step, decodes first, the rest for prefill; "
     "0 = what suits the backend",
-    "itl_target_ms": "longest step while sequences decode, in milliseconds: prompts wait for it; "
-    "0 = no limit; auto: from the card",
+    "itl_target_ms": "longest step while sequences decode, in milliseconds: prompts wait for it, "
+    "except a burst of more prompts than sequences decode; 0 = no limit; auto: from the card",
     "block_size": "tokens in a KV block",
     "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory",
     "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "

@@ -2,7 +2,10 @@
 
 `StaticBudget` counts tokens alone. `CostBudget` also keeps the predicted time of a step below the
 target for the time between two tokens (ITL) while something decodes: so prompts that arrive in a
-storm cost those that decode at most that much. Both look at the plan alone, never at a clock.
+storm cost those that decode at most that much. A burst is no storm: a step that gives more
+sequences their first token than it keeps waiting for the next may take as long as it needs. Each
+of them then draws tokens of its own, so that under one gap in a hundred is a long one where answers
+have a hundred tokens and more. Both look at the plan alone, never at a clock.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ class Budget(Protocol):
 
     open: bool  # another chunk of this step may get tokens
 
-    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+    def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """A new step. `decodes`: positions of its decode rows, a token each.
 
-        waiting: a sequence past its prompt is left out of this step for want of memory.
+        stalled: a sequence past its prompt is left out of this step for want of memory.
+        prompts: sequences that have drawn no token, admitted or waiting; `tokens`: of all of them,
+        those that are to compute before.
         """
 
     def grant(self, start: int, wanted: int) -> int:
@@ -49,7 +54,7 @@ class StaticBudget:
         self._left = 0
         self.open = False
 
-    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+    def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """See `Budget`."""
         self._left = self._max_tokens - len(decodes)
         self.open = self._left > 0
@@ -63,7 +68,8 @@ class StaticBudget:
 
 
 class CostBudget:
-    """As many tokens as fit below `target_s` seconds; `StaticBudget`'s while nothing decodes.
+    """As many tokens as fit below `target_s` seconds; `StaticBudget`'s while nothing decodes, and
+    while more prompts of the mean length fit a step than sequences decode.
 
     Progress: whatever the prediction says, a step takes at least one tile of prompt tokens, and as
     many more as fill the last tile, as far as max_tokens allows. No prompt starves, however many
@@ -80,15 +86,17 @@ class CostBudget:
         self._sure_tokens = 0  # of the step: up to here no prediction is asked
         self.open = False
 
-    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+    def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """See `Budget`."""
         tile = self._cost.tile
         self._tokens = len(decodes)
         self._pairs = 0.0
         self._reads = sum(decodes) + len(decodes)  # position p reads p + 1 tokens
         least = -(-(len(decodes) + tile) // tile) * tile
-        decoding = bool(decodes) or waiting
-        self._sure_tokens = min(least, self._max_tokens) if decoding else self._max_tokens
+        room = self._max_tokens - len(decodes)
+        firsts = prompts * room // tokens if tokens > room else prompts  # that the step could hold
+        limited = stalled or (bool(decodes) and firsts <= len(decodes))
+        self._sure_tokens = min(least, self._max_tokens) if limited else self._max_tokens
         self.open = self._tokens < self._max_tokens
 
     def grant(self, start: int, wanted: int) -> int:
