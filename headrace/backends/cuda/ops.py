@@ -155,7 +155,7 @@ class CudaOps:
         """-> [T, heads * d]."""
         store = self._place.store
         out = self._place.buffers.attended[: self._tokens]
-        self._attention.attend(q, store.k[layer], store.v[layer], out)
+        out = self._attention.attend(q, store.k[layer], store.v[layer], out)
         return out.view(self._tokens, -1)
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
