@@ -116,8 +116,13 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.ffn = SwiGLU(spec.hidden, spec.ffn, dtype)
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, ops: Ops, *, last: bool = False) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; of the last layer [n, hidden], see `Ops.narrow`."""
         q = ops.qkv(self.index, x, self.attn_norm, self.qkv)
+        if last:
+            x, q = ops.narrow(x, q)
+            if not x.shape[0]:  # K and V are written, and nobody waits for more
+                return x
         x = ops.add_linear(x, ops.attend(self.index, q), self.out)
         return ops.add_mlp(x, self.ffn_norm, self.ffn)
 
@@ -135,10 +140,10 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec.rope, spec.head_dim)
 
     def forward(self, ops: Ops) -> Tensor:
-        """One step -> [T, hidden], before the last norm."""
+        """One step -> [n, hidden] of the tokens that `Ops.narrow` leaves, before the last norm."""
         x = ops.embed(self.embed)
         for block in self.blocks:
-            x = block(x, ops)
+            x = block(x, ops, last=block is self.blocks[-1])
         return x
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.native.build import Unavailable, build
 
 # Kinds and flags of an Op; types of KV caches.
-EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS = range(7)
+EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS, GATHER = range(8)
 ADD, OF_HEAD, EXACT = 1, 2, 4
 KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8}
 BLOCK, TILE = 32, 16  # columns of a block, rows of a tile

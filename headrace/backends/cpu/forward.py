@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.attention import Scratch, StepAttention
 from headrace.backends.cpu.kv_store import KvStore
-from headrace.backends.cpu.ops import TorchOps
+from headrace.backends.cpu.ops import TorchOps, Wanted
 from headrace.models.layers import Decoder
 
 
@@ -83,9 +83,22 @@ class TorchForward:
             batch.unwritten,
         )
         rotary = self._model.rotary(step.positions, self._model.dtype)
-        ops = TorchOps(batch.ids, step, rotary)
+        tokens = batch.last_tokens()
+        wanted = None
+        if len(tokens) < batch.ids.numel():
+            wanted = Wanted(tokens, self._alone(batch) if tokens else step)
+        ops = TorchOps(batch.ids, step, rotary, wanted)
         hidden = self._model(ops)
-        return self._model.logits(hidden[batch.last_tokens()], ops) if batch.chosen else None
+        if wanted is None:
+            hidden = hidden[tokens]
+        return self._model.logits(hidden, ops) if tokens else None
+
+    def _alone(self, batch: Batch) -> StepAttention:
+        """The last token of each chosen row as a row of its own, whose K and V are written."""
+        rows = [batch.rows[i] for i in batch.chosen]
+        lasts = [batch.starts[i] + batch.counts[i] - 1 for i in batch.chosen]
+        ones, every = [1] * len(rows), range(len(rows))
+        return StepAttention(self._store, self._scratch, batch.tables[rows], lasts, ones, every)
 
     def peaks(self, logits: Tensor) -> Peaks:
         """See `Forward`."""

@@ -40,6 +40,8 @@ class Buffers:
         self.qkv = torch.empty(tokens, heads)
         self.y = torch.empty(tokens, spec.heads * spec.head_dim)
         self.gated = torch.empty(tokens, spec.ffn)
+        self.chosen = torch.empty(rows, spec.hidden)  # of x, from `narrow` on
+        self.chosen_y = torch.empty(rows, spec.heads * spec.head_dim)
         self.logits = torch.empty(rows, spec.vocab_rows)
         self.best = torch.empty(rows, dtype=torch.int64)
         self.finite = torch.empty(rows, dtype=torch.int32)
@@ -61,6 +63,7 @@ class Recorder:
         self._store, self._buffers, self._exact = store, buffers, exact
         self._names = {id(module): name for name, module in model.named_modules()}
         self._weights = weights
+        self._rows = 0  # OF_HEAD from `narrow` on: a flag of every op
         self._head = "embed.weight" if model.head is None else "head.weight"
 
     def embed(self, embedding: Embedding) -> Tensor:
@@ -77,11 +80,20 @@ class Recorder:
         self._add(abi.ROTATE, (), {"out": b.qkv, **self._cache(layer)})
         return b.qkv
 
+    def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ops`; q stays where it is."""
+        self._rows = abi.OF_HEAD
+        return self._gather(x, self._buffers.chosen), q
+
+    def _gather(self, x: Tensor, out: Tensor) -> Tensor:
+        self._add(abi.GATHER, (), {"x": x, "out": out}, width=x.shape[1])
+        return out
+
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See `Ops`."""
         y = self._buffers.y
         self._add(abi.ATTEND, (), {"x": q, "out": y, **self._cache(layer)})
-        return y
+        return self._gather(y, self._buffers.chosen_y) if self._rows else y
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         """See `Ops`; in place."""
@@ -96,11 +108,11 @@ class Recorder:
         return x
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """See `Ops`, but x [T, hidden] of all tokens: the step says which rows are chosen."""
+        """See `Ops`."""
         out = self._buffers.logits
         assert weight.shape[0] <= out.shape[1], "padding rows of the vocabulary are cut off later"
         matrices = self._weights[self._head]
-        how = abi.OF_HEAD | self._kind_of_acts(matrices)
+        how = self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
         self._add(abi.LINEAR, matrices, {"out": out}, flags=how, width=out.shape[1], acts=True)
         found = {"x": out, "best": self._buffers.best, "finite": self._buffers.finite}
@@ -155,7 +167,13 @@ class Recorder:
         for name, tensor in tensors.items():
             assert tensor.is_contiguous(), name
             assert tensor.dtype == _TYPES.get(name, torch.float32) or name in ("k", "v"), name
-        op = Op(kind=kind, flags=flags, width=width, epsilon=epsilon, part_count=len(matrices))
+        op = Op(
+            kind=kind,
+            flags=flags | self._rows,
+            width=width,
+            epsilon=epsilon,
+            part_count=len(matrices),
+        )
         for name, tensor in tensors.items():
             setattr(op, name, tensor.data_ptr())
         if acts:

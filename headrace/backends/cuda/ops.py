@@ -47,14 +47,32 @@ class Place:
     pdl: bool  # kernels start while the one before drains
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The tokens of a step whose logits are wanted: their places in it [n] int32, and their
+    attention, each a query of its own whose K and V the cache has."""
+
+    places: Tensor
+    attention: StepAttention
+
+
 class CudaOps:
-    """One step of `tokens` tokens. `columns` and `ids` hold that many entries on the device."""
+    """One step of `tokens` tokens. `columns` and `ids` hold that many entries on the device.
+
+    wanted: None = the whole step goes through the last layer. Else what that layer returns stands
+    in the buffer `chosen`.
+    """
 
     def __init__(
-        self, place: Place, columns: StepColumns, ids: Tensor, attention: StepAttention
+        self,
+        place: Place,
+        columns: StepColumns,
+        ids: Tensor,
+        attention: StepAttention,
+        wanted: Wanted | None = None,
     ) -> None:
         self._place, self._columns, self._ids = place, columns, ids
-        self._attention = attention
+        self._attention, self._wanted = attention, wanted
         self._tokens = ids.shape[0]
 
     def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
@@ -120,11 +138,24 @@ class CudaOps:
             with_pdl=place.pdl,
         )
 
+    def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ops`."""
+        wanted = self._wanted
+        if wanted is None:
+            return x, q
+        self._tokens, self._attention = wanted.places.shape[0], wanted.attention
+        chosen = self._place.buffers.chosen[: self._tokens]
+        chosen_q = self._place.buffers.chosen_q[: self._tokens]
+        if self._tokens:
+            torch.index_select(x, 0, wanted.places, out=chosen)
+            torch.index_select(q, 0, wanted.places, out=chosen_q)
+        return chosen, chosen_q
+
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """-> [T, heads * d]."""
         store = self._place.store
         out = self._place.buffers.attended[: self._tokens]
-        self._attention.attend(q, store.k[layer], store.v[layer], out)
+        out = self._attention.attend(q, store.k[layer], store.v[layer], out)
         return out.view(self._tokens, -1)
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:

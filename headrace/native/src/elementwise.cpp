@@ -123,8 +123,7 @@ void quantise(const Work& work) {
   const int width = op.width, blocks = ceil_div(width, kBlock);
   const Rows rows = rows_of_piece(work);
   for (int row = rows.first; row < rows.last; ++row) {
-    const int source = op.flags & kOfHead ? work.step->head_rows[row] : row;
-    const float* x = op.x + static_cast<int64_t>(source) * width;
+    const float* x = op.x + static_cast<int64_t>(row) * width;
     const float scale = op.weight ? norm_scale(x, width, op.epsilon) : 1.0f;
     const int64_t tile = row / kTile;
     for (int b = 0; b < blocks; ++b) {
@@ -176,6 +175,15 @@ void rotate(const Work& work) {
         op.v_scales[line] = v_scale;
       }
     }
+  }
+}
+
+void gather(const Work& work) {
+  const Op& op = *work.op;
+  const Rows rows = rows_of_piece(work);
+  for (int64_t row = rows.first; row < rows.last; ++row) {
+    const int64_t source = work.step->head_rows[row];
+    memcpy(op.out + row * op.width, op.x + source * op.width, op.width * sizeof(float));
   }
 }
 
