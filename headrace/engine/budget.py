@@ -16,6 +16,8 @@ from typing import Protocol
 
 from headrace.engine.protocol import StepCost
 
+CRUMB_SHARE = 16  # less than one part in this many of a step is no beginning for a longer prompt
+
 
 class Budget(Protocol):
     """One object for all steps: `begin`, then a `grant` for each chunk while it is `open`."""
@@ -34,7 +36,8 @@ class Budget(Protocol):
         """Tokens that the next chunk gets: `wanted` of them or fewer, from position `start` on.
 
         A chunk that gets fewer closes the budget; it may get none. The first chunk of a step gets
-        at least one token where the budget was open.
+        at least one token where the budget was open. What is left of a step behind other chunks is
+        not spent on a crumb of a longer prompt: that would only cut it once more.
         """
 
 
@@ -46,23 +49,33 @@ def budget_for(cost: StepCost | None, max_tokens: int, target_s: float) -> Budge
     return CostBudget(cost, max_tokens, target_s)
 
 
+def _is_crumb(left: int, wanted: int, max_tokens: int) -> bool:
+    return left < wanted and left * CRUMB_SHARE < max_tokens
+
+
 class StaticBudget:
-    """As many tokens as a step may hold."""
+    """As many tokens as a step may hold, less a crumb."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._left = 0
+        self._granted = False  # a chunk of this step has tokens
         self.open = False
 
     def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """See `Budget`."""
         self._left = self._max_tokens - len(decodes)
+        self._granted = False
         self.open = self._left > 0
 
     def grant(self, start: int, wanted: int) -> int:
         """See `Budget`."""
+        if self._granted and _is_crumb(self._left, wanted, self._max_tokens):
+            self.open = False
+            return 0
         count = min(wanted, self._left)
         self._left -= count
+        self._granted = True
         self.open = self._left > 0
         return count
 
@@ -84,6 +97,8 @@ class CostBudget:
         self._pairs = 0.0  # as StepCost.seconds has them
         self._reads = 0
         self._sure_tokens = 0  # of the step: up to here no prediction is asked
+        self._whole = StaticBudget(max_tokens)  # of a step that has no limit
+        self._limited = False
         self.open = False
 
     def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
@@ -93,14 +108,19 @@ class CostBudget:
         self._pairs = 0.0
         self._reads = sum(decodes) + len(decodes)  # position p reads p + 1 tokens
         least = -(-(len(decodes) + tile) // tile) * tile
+        self._sure_tokens = min(least, self._max_tokens)
         room = self._max_tokens - len(decodes)
         firsts = prompts * room // tokens if tokens > room else prompts  # that the step could hold
-        limited = stalled or (bool(decodes) and firsts <= len(decodes))
-        self._sure_tokens = min(least, self._max_tokens) if limited else self._max_tokens
+        self._limited = stalled or (bool(decodes) and firsts <= len(decodes))
+        self._whole.begin(decodes, stalled=stalled, prompts=prompts, tokens=tokens)
         self.open = self._tokens < self._max_tokens
 
     def grant(self, start: int, wanted: int) -> int:
         """See `Budget`."""
+        if not self._limited:
+            count = self._whole.grant(start, wanted)
+            self.open = self._whole.open
+            return count
         most = min(wanted, self._max_tokens - self._tokens)
         count = min(most, max(0, self._sure_tokens - self._tokens))
         if count < most:

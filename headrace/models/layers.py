@@ -38,12 +38,23 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+
+    folded: `weight` is 1, for the matrix behind the norm holds it; see `Decoder.fold_norms`.
+    """
+
+    folded = False
 
     def __init__(self, hidden: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = _unset(hidden, dtype=dtype)
         self.hidden, self.eps = hidden, eps
+
+    def fold_into(self, linear: Linear) -> None:
+        """Multiply the columns of `linear`, each product rounded once, and leave 1 here."""
+        linear.weight.mul_(self.weight)
+        self.weight.fill_(1)
+        self.folded = True
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.hidden,), self.weight, self.eps)
@@ -145,6 +156,16 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, ops, last=block is self.blocks[-1])
         return x
+
+    @torch.inference_mode()
+    def fold_norms(self) -> None:
+        """Put the weights of the layers' norms into the matrices behind them: what is left of a
+        norm is a factor for each token, which a product may get afterwards. The last norm stays:
+        its matrix may be the embedding."""
+        for block in self.blocks:
+            assert isinstance(block, Block), "a decoder is made of blocks"
+            block.attn_norm.fold_into(block.qkv)
+            block.ffn_norm.fold_into(block.ffn.gate_up)
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
         """x [n, hidden] -> [n, vocab_size]. Rows that only pad the vocabulary are left out: every

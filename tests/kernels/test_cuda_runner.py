@@ -52,8 +52,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return files
 
 
-def interpreted(files: ModelFiles) -> Any:
-    """A CudaRunner on CPU tensors."""
+def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
+    """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library."""
     from headrace.backends.cuda.buffers import Buffers
     from headrace.backends.cuda.device import Card
     from headrace.kernels.tuned import default
@@ -62,11 +62,18 @@ def interpreted(files: ModelFiles) -> Any:
 
     facts = read_facts(Settings(dtype="float32"), files)
     model = load_model(facts.spec, facts.checkpoint, torch.float32)
+    if folded:
+        model.fold_norms()
     plan = Plan(ROWS, MAX_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN)
     card = Card("interpreter", 0, 0, 1, (0, 0))
     buffers = Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
     forward = forward_on(
-        model, plan, BLOCKS, card, buffers, choose=lambda kind, m, n, k: default(m, n)
+        model,
+        plan,
+        BLOCKS,
+        card,
+        buffers,
+        choose=lambda kind, m, n, k: None if folded else default(m, n),
     )
     capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, facts.spec.vocab_size)
     return CudaRunner(forward, capacity)
@@ -176,6 +183,24 @@ def test_a_scenario_draws_the_tokens_of_the_cpu(
     ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
     assert ways == {"steps_alone": 13, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 2}
     runner.close()
+
+
+def test_folded_norms_change_no_token(files: ModelFiles) -> None:
+    drawn = []
+    for runner in (interpreted(files, folded=True), on_the_cpu(files)):
+        steps = Steps(runner)
+        steps.join(0, [3, 1, 8])
+        steps.join(1, [5, 2], DRAWN)
+        steps.forward(0, FIRST)
+        steps.forward(1, LONG)
+        tokens = steps.run()
+        for _ in range(2):
+            steps.forward(0, None)
+            steps.forward(1, None)
+            tokens += steps.run()
+        drawn.append(tokens)
+        runner.close()
+    assert drawn[0] == drawn[1]
 
 
 def test_steady_steps_send_nothing(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,14 +191,15 @@ def test_the_step_stays_below_the_target_or_grants_the_least(
     assert all(0 <= got <= wanted for (_, got), (_, wanted) in zip(chunks, wishes, strict=False))
     assert all(got == wanted for (_, got), (_, wanted) in zip(chunks[:-1], wishes, strict=False))
     wanted = sum(count for _, count in wishes)
-    least = min(wanted, cost.tile, max_tokens - len(decodes))
-    assert granted(chunks) >= least, "progress"
-    sure = min(max_tokens, -(-(len(decodes) + cost.tile) // cost.tile) * cost.tile)
     room = max_tokens - len(decodes)
     firsts = len(wishes) * room // wanted if wanted > room else len(wishes)
     if not stalled and (not decodes or firsts > len(decodes)):
-        assert granted(chunks) == min(wanted, max_tokens - len(decodes))
-    elif total > sure:
+        assert chunks == fill(StaticBudget(max_tokens), decodes, wishes)
+        return
+    least = min(wanted, cost.tile, max_tokens - len(decodes))
+    assert granted(chunks) >= least, "progress"
+    sure = min(max_tokens, -(-(len(decodes) + cost.tile) // cost.tile) * cost.tile)
+    if total > sure:
         assert step_s(cost, decodes, chunks) <= target_s * (1 + 1e-9)
 
 
@@ -232,7 +233,23 @@ def test_the_static_budget_counts_tokens(
     decodes = decodes[:max_tokens]
     chunks = fill(StaticBudget(max_tokens), decodes, wishes)
     wanted = sum(count for _, count in wishes)
-    assert granted(chunks) == min(wanted, max_tokens - len(decodes))
+    room = max_tokens - len(decodes)
+    if granted(chunks) < min(wanted, room):
+        left = room - granted(chunks)
+        assert len(chunks) > 1
+        assert chunks[-1][1] == 0
+        assert left < max_tokens / 16
+        assert left < wishes[len(chunks) - 1][1], "it would have fit"
+    else:
+        assert granted(chunks) == min(wanted, room)
+
+
+def test_no_prompt_begins_with_a_crumb() -> None:
+    budget = StaticBudget(8192)
+    assert fill(budget, [], [(0, 8000), (0, 8000)]) == [(0, 8000), (0, 0)]
+    assert fill(budget, [], [(0, 8000), (0, 192), (0, 1)]) == [(0, 8000), (0, 192)]
+    assert fill(budget, [], [(0, 7680), (0, 8000)]) == [(0, 7680), (0, 512)]
+    assert fill(budget, [5] * 8000, [(0, 8000)]) == [(0, 192)], "the first always goes on"
 
 
 # ---------------------------------------------------------------- in the engine

@@ -26,6 +26,7 @@ class Buffers:
 
         self.x = rows(tokens, spec.hidden)
         self.normed = rows(tokens, spec.hidden)
+        self.scale = torch.zeros(tokens, dtype=torch.float32, device=device)  # a norm's, a token
         self.qkv = rows(tokens, q_width + 2 * kv_width)
         q = rows(PADDING + tokens + PADDING, q_width)[PADDING : PADDING + tokens]
         self.q = q.view(tokens, spec.heads, spec.head_dim)

@@ -23,7 +23,7 @@ from headrace.kernels.gate_up import gate_up
 from headrace.kernels.linear import linear
 from headrace.kernels.product import Config, Workspace
 from headrace.kernels.qkv import qkv
-from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.silu_mul import silu_mul
 from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
@@ -87,6 +87,11 @@ class CudaOps:
         out = self._place.buffers.normed[: x.shape[0]]
         return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl)
 
+    def _scale(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """What is left of a folded norm: a factor for each row of the product behind it."""
+        out = self._place.buffers.scale[: x.shape[0]]
+        return inverse_rms(x, norm.eps, out=out, with_pdl=self._place.pdl)
+
     def embed(self, embedding: Embedding) -> Tensor:
         """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
         x = self._place.buffers.x[: self._tokens]
@@ -121,11 +126,15 @@ class CudaOps:
                 q=out,
                 **self._options(config),
             )
-        x, both = self._normed(x, norm), place.buffers.qkv[:n]
-        if weights.bias is None:
+        both, scale, bias = place.buffers.qkv[:n], None, weights.bias
+        if norm.folded:
+            scale = self._scale(x, norm)
             torch.mm(x, weights.weight.t(), out=both)
+        elif bias is None:
+            torch.mm(self._normed(x, norm), weights.weight.t(), out=both)
         else:
-            torch.addmm(weights.bias, x, weights.weight.t(), out=both)
+            torch.addmm(bias, self._normed(x, norm), weights.weight.t(), out=both)
+            bias = None
         return rotary_write(
             both,
             self._columns,
@@ -134,6 +143,8 @@ class CudaOps:
             k,
             v,
             out.shape[1],
+            scale=scale,
+            bias=bias,
             out=out,
             with_pdl=place.pdl,
         )
@@ -187,8 +198,9 @@ class CudaOps:
             gate_up(x, weight, norm=(norm.weight, norm.eps), out=inner, **self._options(config))
         else:
             both = buffers.gate_up[:n]
-            torch.mm(self._normed(x, norm), weight.t(), out=both)
-            silu_mul(both, out=inner, with_pdl=self._place.pdl)
+            scale = self._scale(x, norm) if norm.folded else None
+            torch.mm(x if norm.folded else self._normed(x, norm), weight.t(), out=both)
+            silu_mul(both, scale=scale, out=inner, with_pdl=self._place.pdl)
         return self._add("down", x, inner, mlp.down)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
