@@ -6,7 +6,7 @@ Each state has eight candidates: mostly lowercase letters and spaces, the end of
 min_p and scaled to 1. Greedy takes candidate 0; a draw depends on state, seed, choice and position.
 
 Draws that ask for more (rules, penalties, a grammar mask, other filters) go by `sampling.reference`
-over `logits`: those of the candidates are the logarithms of their weights, all others lie far
+over `logits`: those of the candidates are TOP + the logarithms of their weights, all others lie far
 below, so that something is left whatever is forbidden.
 """
 
@@ -26,6 +26,7 @@ END_OF_TEXT, START_OF_TURN, END_OF_TURN = 256, 257, 258
 CANDIDATES = 8
 LETTERS = b"etaoinshrdlucmfwypvbgk eta oin "  # often 'e', 't', 'a'; spaces now and then
 END_ONE_IN = 200
+TOP = 8.0  # positive, so that a repetition penalty has something to divide
 FLOOR = -40.0  # logits of tokens that are no candidates lie in (FLOOR - 8, FLOOR]
 
 _MASK = 2**64 - 1
@@ -64,7 +65,7 @@ def logits(state: int, eos: int | None) -> definition.Row:
         token = candidate(state, rank, eos)
         weights[token] = weights.get(token, 0.0) + 2.0**-rank
     for token, weight in weights.items():
-        z[token] = math.log(weight)
+        z[token] = TOP + math.log(weight)
     return z
 
 
