@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from headrace.draws import parse_defaults
 from headrace.errors import ConfigError
 
 ENV_PREFIX = "HEADRACE_"
@@ -70,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     restart: bool = False
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    default_sampling: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
 
@@ -116,6 +118,8 @@ HELP: Mapping[str, str] = {
     "restart": "start the engine again when it dies, instead of ending the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",
+    "default_sampling": "sampling of requests that do not say, before the model's own: "
+    "temperature=0.7,top_p=0.9",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
 }
@@ -186,6 +190,7 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
     settings = msgspec.convert(values, Settings)
     if settings.kv_blocks and settings.kv_memory:
         raise ConfigError("kv_blocks and kv_memory exclude each other: set one", param="kv_blocks")
+    parse_defaults(settings.default_sampling)
     if settings.kv_memory:
         parse_bytes(settings.kv_memory, "kv_memory")
     if settings.api_workers != "auto" and not re.fullmatch(r"[1-9]\d*", settings.api_workers):

@@ -20,7 +20,8 @@ from typing import Any, Self, cast
 import msgspec
 
 from headrace import config, launch
-from headrace.asked import output_tokens, sampling
+from headrace.asked import Sampler, output_tokens
+from headrace.draws import parse_defaults
 from headrace.errors import EngineDead, InvalidRequest, by_code
 from headrace.messages import Abort, Done, End, Finish, Reason, Submit
 from headrace.params import SamplingParams
@@ -96,6 +97,8 @@ class LLM:
             files, self._card, optional=self.settings.load_format == "dummy"
         )
         self._template = ChatTemplate(self._card)
+        server = parse_defaults(self.settings.default_sampling)
+        self._sampler = Sampler(self._card, server, self._tokenizer)
         self._engine, self.info = launch.build_engine(self.settings, files, _quiet)
         self._handles = itertools.count()
         self._live: dict[int, _Job] = {}
@@ -240,12 +243,15 @@ class LLM:
             handle=next(self._handles),
             prompt=prompt,
             max_tokens=output_tokens(
-                self.info, len(prompt), params.max_tokens or default, param, what=f"prompt {at}"
+                self.info,
+                len(prompt),
+                params.max_tokens or default,
+                param,
+                what=f"prompt {at}",
+                min_tokens=params.min_tokens,
             ),
-            sampling=sampling(
-                params,
-                self._card,
-                self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            sampling=self._sampler.sampling(
+                params, self.info.vocab_size, sorted(stop_ids), self._seeds.getrandbits(64)
             ),
             stop_ids=sorted(stop_ids),
             n=params.n,
@@ -262,6 +268,7 @@ class LLM:
             params.skip_special_tokens,
             params.include_stop_str_in_output,
             prompt_tail=prompt[-8:],
+            min_tokens=params.min_tokens or 0,
         )
         return _Choice(Completion(prompt_index=at, index=index, prompt_token_ids=prompt), text)
 

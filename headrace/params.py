@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import typing
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from headrace.draws import Draws, hints
 from headrace.errors import InvalidRequest
 
-Unit = Annotated[float, Meta(ge=0, le=1)]
 
+class SamplingParams(Draws, frozen=True, kw_only=True):
+    """How to draw (the fields of `Draws`), and when to stop.
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to draw, and when to stop. None: the model's own default, then OpenAI's.
+    None: what LLM(default_sampling=...) says, then the model's own default, then OpenAI's. A seed
+    of None: a new one each time.
 
     Raises InvalidRequest naming the field for a value of the wrong type or out of range.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None  # generate: 16; chat: what still fits
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # 0 = greedy
-    top_k: Annotated[int, Meta(ge=-1)] | None = None  # 0 and -1 = off
-    top_p: Unit | None = None
-    min_p: Unit | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a new one each time
     n: Annotated[int, Meta(ge=1)] = 1  # choices a prompt
-    stop: str | list[Annotated[str, Meta(min_length=1)]] = []
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
+    stop: str | list[Annotated[str, Meta(min_length=1)]] = msgspec.field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -37,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        for name, hint in _hints().items():
+        for name, hint in hints(SamplingParams).items():
             value = getattr(self, name)
             try:
                 msgspec.convert(value, hint)
@@ -50,8 +44,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
-
-
-@functools.cache
-def _hints() -> Mapping[str, Any]:
-    return typing.get_type_hints(SamplingParams, include_extras=True)

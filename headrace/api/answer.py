@@ -47,6 +47,7 @@ class Answer:
                     prepared.skip_special,
                     prepared.include_stop,
                     prompt_tail=job.prompt[-8:],
+                    min_tokens=prepared.min_tokens,
                 ),
             )
             for position, job in enumerate(prepared.jobs)

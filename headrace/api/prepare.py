@@ -19,7 +19,7 @@ from headrace.api.schemas import (
     Tokenize,
 )
 from headrace.api.service import Service
-from headrace.asked import output_tokens, sampling
+from headrace.asked import output_tokens
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
 from headrace.messages import EngineInfo
@@ -39,6 +39,7 @@ class Prepared(msgspec.Struct, frozen=True):
     skip_special: bool
     include_stop: bool
     echo: list[str]  # text shown before each prompt's answer; [] = none
+    min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
 
     @property
     def prompt_tokens(self) -> int:
@@ -212,15 +213,16 @@ def _prepared(
     stop_ids = list(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_ids = sorted({*stop_ids, *service.eos_ids})
+    sampling = service.sampler.sampling(request, info.vocab_size, stop_ids, 0)
     jobs = [
         Job(
             prompt=prompt,
-            max_tokens=output_tokens(info, len(prompt), limit, param),
-            sampling=sampling(
-                request,
-                service.card,
-                service.draw_seed() if request.seed is None else request.seed,
+            max_tokens=output_tokens(
+                info, len(prompt), limit, param, min_tokens=request.min_tokens
             ),
+            sampling=sampling
+            if request.seed is not None
+            else msgspec.structs.replace(sampling, seed=service.draw_seed()),
             stop_ids=stop_ids,
             n=n,
             priority=request.priority or 0,
@@ -238,6 +240,7 @@ def _prepared(
         skip_special=request.skip_special_tokens is not False,
         include_stop=bool(request.include_stop_str_in_output),
         echo=echo,
+        min_tokens=request.min_tokens or 0,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from headrace.draws import Draws
 from headrace.errors import InvalidRequest
 
 MAX_N = 128  # choices a prompt
@@ -25,7 +26,6 @@ MAX_SALT = 256  # characters
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -37,16 +37,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None  # asks for padding: we never pad
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completions share. None means: not given."""
+class Generation(Draws, frozen=True, kw_only=True):
+    """What chat and completions share, beside the fields of `Draws`. None means: not given."""
 
     model: str | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # 0 and -1 = off
-    min_p: Unit | None = None
-    seed: Int64 | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     best_of: Count | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
@@ -140,11 +135,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "min_tokens": (None, 0),
     "suffix": (None, ""),
     "audio": (None,),
     "modalities": (None, ["text"]),
@@ -157,8 +147,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
     "truncate_prompt_tokens": (None,),

@@ -21,7 +21,8 @@ from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan, StepResult
 from headrace.runner.plan_check import check, sources_of
 from headrace.runner.rows import Rows
-from headrace.sampling.pipeline import sample
+from headrace.sampling.pipeline import NO_TOKEN, sample
+from headrace.sampling.shaping import Bits
 
 _OFFERED = (Output.NONE, Output.SAMPLE)
 _FAILED_TOKEN = -1
@@ -44,12 +45,12 @@ class TorchTicket:
     def finish(self, masks: Masks | None = None) -> None:
         """Enqueue the sampler."""
         assert self._result is None, "a ticket is finished once"
-        assert masks is None, "this runner takes no masks"
-        self._result = self._runner.submit(self._sample)
+        mine = {} if masks is None else dict(zip(masks.draws, masks.bits.copy(), strict=True))
+        self._result = self._runner.submit(lambda: self._sample(mine))
 
-    def _sample(self) -> StepResult:
+    def _sample(self, masks: Mapping[int, Bits]) -> StepResult:
         logits, busy_s = self._logits.result()  # done: one worker, in order
-        return self._runner.draw(self._plan, logits, busy_s)
+        return self._runner.draw(self._plan, logits, busy_s, masks)
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what broke it."""
@@ -133,6 +134,7 @@ class TorchRunner:
 
     def _compute(self, plan: StepPlan) -> Tensor | None:
         check(plan, self._rows.taken)
+        self._rows.learn(plan)
         batch = Batch(
             self._rows.ids(plan.rows, plan.ids),
             self._rows.tables,
@@ -145,7 +147,9 @@ class TorchRunner:
         return self._forward.logits(batch)
 
     @torch.inference_mode()
-    def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:
+    def draw(
+        self, plan: StepPlan, logits: Tensor | None, busy_s: float, masks: Mapping[int, Bits]
+    ) -> StepResult:
         """On the worker: one token a draw, kept in the device rows and returned."""
         if logits is None:
             return StepResult(plan.step, [], [], busy_s)
@@ -160,10 +164,14 @@ class TorchRunner:
         if broken:
             logits[broken] = 0.0  # drawn like any other row, then thrown away
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
-        drawn = sample(logits, self._rows.draws(plan.draw_into, positions), best=best)
-        self._rows.last[plan.draw_into] = drawn
+        into = plan.draw_into
+        columns, shapers = self._rows.draws(into, positions), self._rows.shapers(into)
+        drawn = sample(logits, columns, best=best, shapers=shapers, masks=masks)
         tokens = drawn.tolist()
-        for j in broken:
+        failed = {j: "no token is allowed" for j, token in enumerate(tokens) if token == NO_TOKEN}
+        failed |= dict.fromkeys(broken, "the model's logits were not finite")
+        for j in failed:
             tokens[j] = _FAILED_TOKEN
-        failed = [(j, "the model's logits were not finite") for j in broken]
-        return StepResult(plan.step, tokens, failed, busy_s + time.perf_counter() - began_s)
+        self._rows.drew(into, positions, drawn.clamp(min=0))  # a step ahead may compute them
+        took_s = busy_s + time.perf_counter() - began_s
+        return StepResult(plan.step, tokens, sorted(failed.items()), took_s)
