@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     engine: Literal["headrace", "naive"] = "headrace"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"
     cpu_kernels: Literal["auto", "native", "torch"] = "auto"
     cpu_precision: Literal["auto", "exact", "fast"] = "auto"
     max_model_len: Natural = 0
@@ -83,6 +84,8 @@ HELP: Mapping[str, str] = {
     "engine": "headrace, or naive: one transformers generate() at a time, the yardstick",
     "dtype": "type of weights and activations; auto follows the checkpoint and the processor",
     "load_format": "auto reads the checkpoint's weights; dummy draws random ones",
+    "quantization": "cpu backend, native kernels: int8 or int4 quantises a float checkpoint's "
+    "matrices as they are loaded; a packed GGUF file stays as it is packed",
     "cpu_kernels": "cpu backend: native (C++, built once, packed weights) or torch; auto = native "
     "if there is a compiler",
     "cpu_precision": "native kernels: activations float (exact) or int8 (fast) before products "

@@ -8,13 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import ModelError
-from headrace.native.library import Library, Matrix
+from headrace.native.library import BLOCK, Library, Matrix
 
 PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml type -> torch's name
 _CHUNK_BYTES = 32 * 2**20
 _ALIGN_BYTES = 64
 
 Bytes = npt.NDArray[np.uint8]
+
+# ggml types that `quantise` makes -> bytes of a block of 32 columns.
+Q4_1, Q8_0 = 3, 8
+_BLOCK_BYTES = {Q4_1: 20, Q8_0: 34}
 
 
 class Arena:
@@ -67,3 +71,26 @@ class PackedMatrix:
             targets.ctypes.data,
             self.memory.ctypes.data,
         )
+
+
+def quantise(
+    library: Library, ggml_type: int, source: int, raw: Bytes, columns: int, isa: str = ""
+) -> Bytes:
+    """Plain floats to quantised rows, both as GGUF stores them. `columns`: a multiple of 32.
+
+    raw [n, bytes of a row of type `source`] -> uint8 [n, bytes of a row of `ggml_type`]. Q8_0: the
+    scale is the largest magnitude of a block over 127. Q4_1: scale and minimum of least squares.
+    """
+    out = np.empty((raw.shape[0], columns // BLOCK * _BLOCK_BYTES[ggml_type]), np.uint8)
+    raw = np.ascontiguousarray(raw)
+    done = library.quantise_rows(
+        ggml_type,
+        source,
+        columns,
+        raw.ctypes.data,
+        raw.shape[0],
+        out.ctypes.data,
+        isa.encode(),
+    )
+    assert done, f"type {source} to type {ggml_type}, {columns} columns"
+    return out

@@ -20,7 +20,7 @@ from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import ledger, weights
 from headrace.runner.build_cpu import kv_dtype, load_decoder, make_runner, resolve_kernels
-from headrace.runner.checkpoint import Checkpoint, dtypes_of, open_checkpoint
+from headrace.runner.checkpoint import PLAIN_DTYPES, Checkpoint, dtypes_of, open_checkpoint
 from headrace.runner.phase import Report, phase
 from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
@@ -171,6 +171,13 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     wanted = ledger.wanted_model_len(settings, spec)
     checkpoint = None if settings.load_format == "dummy" else open_checkpoint(files)
     stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
+    packed = [] if checkpoint is None else sorted(stored - PLAIN_DTYPES)
+    if settings.quantization != "none" and packed:
+        raise ConfigError(
+            f"quantization = {settings.quantization}: {files.path.name} is packed already "
+            f"({', '.join(packed)})",
+            param="quantization",
+        )
     if settings.backend == "cuda":
         dtype = ledger.resolve_gpu_dtype(settings, stored)
     else:

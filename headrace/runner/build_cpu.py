@@ -51,8 +51,18 @@ class Loaded(msgspec.Struct, frozen=True):
 def resolve_kernels(settings: Settings) -> Kernels:
     """Native kernels if asked for, or if `auto` finds them. Builds the library at its first use.
 
-    Raises ConfigError if they are asked for and cannot be had.
+    Raises ConfigError if they, or what only they can do, are asked for and cannot be had.
     """
+    kernels = _choose(settings)
+    if kernels.library is None and settings.quantization != "none":
+        raise ConfigError(
+            f"quantization = {settings.quantization} needs native kernels, and here is {kernels}",
+            param="quantization",
+        )
+    return kernels
+
+
+def _choose(settings: Settings) -> Kernels:
     if settings.cpu_kernels == "torch":
         if settings.cpu_precision == "fast":
             raise ConfigError("cpu_precision = fast needs native kernels", param="cpu_precision")
@@ -93,18 +103,32 @@ def load_decoder(
     arena = Arena()
     if checkpoint is None:
         model = plain(torch.float32)
-        packed = pack.pack_parameters(model, kernels.library, arena)
-        return Loaded(model, kernels, packed, ledger.weights_line(model.parameters()))
+        packed = pack.pack_parameters(
+            model, kernels.library, arena, quantization=settings.quantization
+        )
+        return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
     module = module_of(spec.architecture)
     with torch.device("meta"):
         model = module.build(spec, torch.float32)
     pack.shell(model, spec)
-    packed = pack.load(model, module.slots(spec), checkpoint, kernels.library, arena)
-    vectors = [p for p in model.parameters() if not p.is_meta]
+    packed = pack.load(
+        model,
+        module.slots(spec),
+        checkpoint,
+        kernels.library,
+        arena,
+        quantization=settings.quantization,
+        threads=settings.threads or device.cores(),
+    )
+    return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
+
+
+def _weights_line(model: Decoder, arena: Arena, packed: pack.Packed) -> ledger.Line:
+    vectors = [p for p in model.parameters() if p.ndim == 1]
     size_bytes = arena.used_bytes + sum(p.numel() * p.element_size() for p in vectors)
     count = sum(p.numel() for p in model.parameters())
-    line = ledger.Line("weights", size_bytes, f"{count / 1e6:.1f} M parameters, packed")
-    return Loaded(model, kernels, packed, line)
+    note = f"{count / 1e6:.1f} M parameters, {pack.describe(packed)}"
+    return ledger.Line("weights", size_bytes, note)
 
 
 def make_runner(
