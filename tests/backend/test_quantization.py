@@ -33,10 +33,9 @@ def folder(path: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> M
 
 def logits(files: ModelFiles, **fields: Any) -> tuple[torch.Tensor, list[str]]:
     """[64, vocab], one token a sequence's end, and the ledger."""
-    fields = {"dtype": "float32", "kv_blocks": 64, "max_num_seqs": 64} | fields
-    runner, info = load_runner(
-        settled(Settings(backend="cpu", **fields)), files, lambda phase, seconds: None
-    )
+    chosen: dict[str, Any] = {"dtype": "float32", "kv_blocks": 64, "max_num_seqs": 64} | fields
+    settings = settled(Settings(backend="cpu", **chosen))
+    runner, info = load_runner(settings, files, lambda phase, seconds: None)
     rows = list(range(64))
     ids = torch.randint(0, 300, (64 * 4,), generator=torch.Generator().manual_seed(3))
     batch = Batch(ids, torch.arange(64)[:, None].contiguous(), rows, [0] * 64, [4] * 64, [], rows)
