@@ -46,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     quantization: Literal["none", "int8", "int4"] = "none"
     cpu_kernels: Literal["auto", "native", "torch"] = "auto"
     cpu_precision: Literal["auto", "exact", "fast"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     max_model_len: Natural = 0
     max_num_seqs: Natural = 0
     max_num_batched_tokens: Natural = 0
@@ -90,6 +91,8 @@ HELP: Mapping[str, str] = {
     "if there is a compiler",
     "cpu_precision": "native kernels: activations float (exact) or int8 (fast) before products "
     "with quantised weights; auto = fast unless dtype is float32",
+    "kv_dtype": "cpu backend: type of the KV cache, int8 with a scale for each token and head; "
+    "auto: bfloat16 with int8 activations, else as dtype",
     "max_model_len": "longest prompt + output in tokens; 0 = what the model and the KV cache allow",
     "max_num_seqs": "sequences that run at once; 0 = what suits the backend",
     "max_num_batched_tokens": "tokens computed in one step, decodes first, the rest for prefill; "

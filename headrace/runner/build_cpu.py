@@ -14,6 +14,7 @@ from headrace.backends.cpu.native import NativeForward
 from headrace.config import Settings
 from headrace.engine.protocol import Capacity
 from headrace.errors import ConfigError
+from headrace.messages import KernelsInfo
 from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec
@@ -46,6 +47,17 @@ class Loaded(msgspec.Struct, frozen=True):
     kernels: Kernels
     packed: pack.Packed | None
     weights: ledger.Line
+
+
+def kernels_info(kernels: Kernels, pool: Pool | None) -> KernelsInfo:
+    """The same for /metrics. `pool`: what runs native kernels, None where torch computes."""
+    return KernelsInfo(
+        "cpu",
+        "native" if pool else "torch",
+        pool.isa if pool else torch.backends.cpu.get_cpu_capability().lower(),
+        "exact" if kernels.exact else "fast",
+        kernels.reason,
+    )
 
 
 def resolve_kernels(settings: Settings) -> Kernels:
@@ -81,10 +93,22 @@ def _choose(settings: Settings) -> Kernels:
 
 
 def kv_dtype(settings: Settings, kernels: Kernels, dtype: torch.dtype) -> torch.dtype:
-    """The KV cache's type: the model's, but native kernels widen bfloat16 on any processor."""
-    if kernels.library is not None and not kernels.exact and settings.dtype == "auto":
-        return torch.bfloat16
-    return dtype
+    """The KV cache's type: the model's, but native kernels widen bfloat16 on any processor.
+
+    Raises ConfigError for one that only native kernels take.
+    """
+    if settings.kv_dtype == "auto":
+        widened = kernels.library is not None and not kernels.exact and settings.dtype == "auto"
+        return torch.bfloat16 if widened else dtype
+    wanted: torch.dtype = getattr(torch, settings.kv_dtype)
+    if kernels.library is None and wanted != dtype:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"kv_dtype = {settings.kv_dtype} with dtype = {name} needs native kernels, and here "
+            f"is {kernels}",
+            param="kv_dtype",
+        )
+    return wanted
 
 
 def load_decoder(
@@ -131,19 +155,25 @@ def _weights_line(model: Decoder, arena: Arena, packed: pack.Packed) -> ledger.L
     return ledger.Line("weights", size_bytes, note)
 
 
+def make_pool(settings: Settings, kernels: Kernels) -> Pool | None:
+    """The threads of native kernels; None where torch computes."""
+    if kernels.library is None:
+        return None
+    return Pool(kernels.library, settings.threads or device.cores())
+
+
 def make_runner(
-    settings: Settings, loaded: Loaded, store: KvStore, capacity: Capacity
+    settings: Settings, loaded: Loaded, store: KvStore, capacity: Capacity, pool: Pool | None
 ) -> TorchRunner:
-    """The runner over a loaded decoder; it owns the threads that compute."""
-    threads = settings.threads or device.cores()
-    library, packed = loaded.kernels.library, loaded.packed
-    if library is None or packed is None:
+    """The runner over a loaded decoder; it takes the pool (see `make_pool`)."""
+    if pool is None or loaded.packed is None:
+        threads = settings.threads or device.cores()
         return TorchRunner(TorchForward(loaded.model, store), store, capacity, threads)
     forward: Forward = NativeForward(
         loaded.model,
-        packed,
+        loaded.packed,
         store,
-        Pool(library, threads),
+        pool,
         positions=table_width(capacity) * capacity.block_size,
         rows=capacity.max_rows,
         exact=loaded.kernels.exact,
