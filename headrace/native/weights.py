@@ -21,6 +21,17 @@ Q4_1, Q8_0 = 3, 8
 _BLOCK_BYTES = {Q4_1: 20, Q8_0: 34}
 
 
+def zeros(size_bytes: int) -> Bytes:
+    """Zeros from the system, not from the heap: a page takes memory only once it is written."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    # Private: Linux gives shared memory no huge pages unless it is set up to.
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
 class Arena:
     """Zeroed memory for weights in large chunks, on huge pages where the system has them."""
 
@@ -33,10 +44,7 @@ class Arena:
         """`size_bytes` zeros, aligned to 64; they live as long as the array does."""
         padded = -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         if padded > self._left.size:
-            chunk = mmap.mmap(-1, max(padded, self._chunk_bytes))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                chunk.madvise(mmap.MADV_HUGEPAGE)
-            self._left = np.frombuffer(chunk, np.uint8)
+            self._left = zeros(max(padded, self._chunk_bytes))
         taken, self._left = self._left[:size_bytes], self._left[padded:]
         self.used_bytes += size_bytes
         return taken
