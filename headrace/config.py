@@ -44,8 +44,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     engine: Literal["headrace", "naive"] = "headrace"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"
     cpu_kernels: Literal["auto", "native", "torch"] = "auto"
     cpu_precision: Literal["auto", "exact", "fast"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     max_model_len: Natural = 0
     max_num_seqs: Natural = 0
     max_num_batched_tokens: Natural = 0
@@ -85,10 +87,14 @@ HELP: Mapping[str, str] = {
     "engine": "headrace, or naive: one transformers generate() at a time, the yardstick",
     "dtype": "type of weights and activations; auto follows the checkpoint and the processor",
     "load_format": "auto reads the checkpoint's weights; dummy draws random ones",
+    "quantization": "cpu backend, native kernels: int8 or int4 quantises a float checkpoint's "
+    "matrices as they are loaded; a packed GGUF file stays as it is packed",
     "cpu_kernels": "cpu backend: native (C++, built once, packed weights) or torch; auto = native "
     "if there is a compiler",
     "cpu_precision": "native kernels: activations float (exact) or int8 (fast) before products "
     "with quantised weights; auto = fast unless dtype is float32",
+    "kv_dtype": "cpu backend: type of the KV cache, int8 with a scale for each token and head; "
+    "auto: bfloat16 with int8 activations, else as dtype",
     "max_model_len": "longest prompt + output in tokens; 0 = what the model and the KV cache allow",
     "max_num_seqs": "sequences that run at once; 0 = what suits the backend",
     "max_num_batched_tokens": "tokens computed in one step, decodes first, the rest for prefill; "

@@ -23,10 +23,13 @@ from headrace.errors import ConfigError
 
 # Settings that a backend would have to ignore.
 _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
-    "fake": ("dtype", "load_format", "kv_memory", "threads", "gpu_memory_utilization"),
+    "fake": (
+        "dtype", "load_format", "quantization", "kv_dtype", "kv_memory", "threads",
+        "gpu_memory_utilization",
+    ),
     "cpu": ("gpu_memory_utilization",),
-    "cuda": ("threads", "cpu_kernels", "cpu_precision"),
-}
+    "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),
+}  # fmt: skip
 _LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.043, 5
 _WITHOUT_GPU = "no NVIDIA GPU found"
 

@@ -61,8 +61,9 @@ class RMSNorm(nn.Module):
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32. `factors` is applied by `Rotary`, which holds the tensor."""
-    base = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """[head_dim / 2] float32, on the CPU. `Rotary`, which holds the tensor, applies `factors`."""
+    # Not where the model is: on the meta device this would import torch's compiler (3 s, 80 MB).
+    base = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (rope.theta**base)
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -81,7 +82,8 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         super().__init__()
-        self.register_buffer("frequencies", inverse_frequencies(rope, head_dim), persistent=False)
+        frequencies = inverse_frequencies(rope, head_dim).to(torch.get_default_device())
+        self.register_buffer("frequencies", frequencies, persistent=False)
         stored = rope.kind == "factors"
         self.factors = _unset(head_dim // 2, dtype=torch.float32) if stored else None
 

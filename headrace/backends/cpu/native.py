@@ -140,7 +140,11 @@ class Recorder:
         self._add(kind, matrices, tensors, flags=how | flags, width=out.shape[1], acts=True)
 
     def _cache(self, layer: int) -> dict[str, Tensor]:
-        return {"k": self._store.k[layer], "v": self._store.v[layer]}
+        store = self._store
+        found = {"k": store.k[layer], "v": store.v[layer]}
+        if store.k_scales:
+            found |= {"k_scales": store.k_scales[layer], "v_scales": store.v_scales[layer]}
+        return found
 
     def _kind_of_acts(self, matrices: Sequence[PackedMatrix]) -> int:
         plain = any(matrix.ggml_type in PLAIN_TYPES for matrix in matrices)
