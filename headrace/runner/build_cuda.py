@@ -12,7 +12,7 @@ from headrace.backends.cpu.device import cores
 from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
-from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore
 from headrace.backends.cuda.ops import Choose, Place
 from headrace.config import Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
@@ -184,7 +184,7 @@ def size_kv(settings: Settings, spec: ModelSpec, dtype: torch.dtype, room: Room)
     """Blocks of the KV cache. Raises ConfigError if what is left holds none."""
     if settings.kv_blocks:
         return Resolved(settings.kv_blocks, "asked for")
-    block_bytes = ledger.kv_bytes_per_token(spec, dtype) * settings.block_size
+    block_bytes = (ledger.kv_bytes_per_token(spec, dtype) + ID_BYTES) * settings.block_size
     if settings.kv_memory:
         key, budget = "kv_memory", parse_bytes(settings.kv_memory, "kv_memory")
         reason = f"kv_memory = {settings.kv_memory}"

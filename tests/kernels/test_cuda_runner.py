@@ -34,14 +34,21 @@ DRAWN = Sampling(temperature=0.9, top_p=0.8, seed=7)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that pad little; a sampler that looks at few logits at a time."""
+    from headrace.kernels.edited import Wide
+    from headrace.kernels.logprobs import LogprobScratch
     from headrace.kernels.sampling import Scratch
-    from headrace.runner import forward
+    from headrace.runner import draws, forward
 
     monkeypatch.setattr(forward, "ALONE_SIZES", (1, 4))
     monkeypatch.setattr(forward, "MIXED_SIZES", (8,))
     monkeypatch.setattr(forward, "MIXED_SINGLES", 1)
     allocate = functools.partial(Scratch.allocate, chunk=32, sample=16)
     monkeypatch.setattr(Scratch, "allocate", allocate)
+    allocate = functools.partial(LogprobScratch.allocate, chunk=32)
+    monkeypatch.setattr(LogprobScratch, "allocate", allocate)
+    allocate = functools.partial(Wide.allocate, chunk=32, positions=4)
+    monkeypatch.setattr(Wide, "allocate", allocate)
+    monkeypatch.setattr(draws, "WIDE_ROWS", 2)
 
 
 @pytest.fixture(scope="module")
