@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "MIXED_SINGLES", 1)
     allocate = functools.partial(Scratch.allocate, chunk=32, sample=16)
     monkeypatch.setattr(Scratch, "allocate", allocate)
-    allocate = functools.partial(LogprobScratch.allocate, chunk=32)
+    allocate = functools.partial(LogprobScratch.allocate, chunk=128)
     monkeypatch.setattr(LogprobScratch, "allocate", allocate)
     allocate = functools.partial(Wide.allocate, chunk=32, positions=4)
     monkeypatch.setattr(Wide, "allocate", allocate)

@@ -209,7 +209,7 @@ truncations = st.builds(
 )
 
 
-@FAST
+@settings(FAST, max_examples=60 if CUDA else 4)
 @given(
     asked=st.lists(truncations, min_size=2, max_size=2),
     noise=st.integers(0, 2**32),
