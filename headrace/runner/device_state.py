@@ -42,7 +42,7 @@ class DeviceState:
     ) -> None:
         rows = max_rows + 1
         self._width = width
-        sizes = (rows * width, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids)
+        sizes = [rows * width, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         tables, self.last, params, edited, self.arena = torch.split(self._all, sizes)
         self._params_at, self._edits_at = sum(sizes[:2]), sum(sizes[:3])

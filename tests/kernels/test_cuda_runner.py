@@ -42,12 +42,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "ALONE_SIZES", (1, 4))
     monkeypatch.setattr(forward, "MIXED_SIZES", (8,))
     monkeypatch.setattr(forward, "MIXED_SINGLES", 1)
-    allocate = functools.partial(Scratch.allocate, chunk=32, sample=16)
-    monkeypatch.setattr(Scratch, "allocate", allocate)
-    allocate = functools.partial(LogprobScratch.allocate, chunk=128)
-    monkeypatch.setattr(LogprobScratch, "allocate", allocate)
-    allocate = functools.partial(Wide.allocate, chunk=32, positions=4)
-    monkeypatch.setattr(Wide, "allocate", allocate)
+    sizes: list[tuple[Any, dict[str, int]]] = [
+        (Scratch, {"chunk": 32, "sample": 16}),
+        (LogprobScratch, {"chunk": 128}),
+        (Wide, {"chunk": 32, "positions": 4}),
+    ]
+    for memory, small_sizes in sizes:
+        monkeypatch.setattr(memory, "allocate", functools.partial(memory.allocate, **small_sizes))
     monkeypatch.setattr(draws, "WIDE_ROWS", 2)
 
 
