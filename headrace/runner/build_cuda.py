@@ -154,7 +154,7 @@ def build_runner(
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
     lines = [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),
-        ledger.Line("sampler", forward.draws.size_bytes, f"{WIDE_ROWS} edited rows at a time"),
+        ledger.Line("sampler", forward.sampler.size_bytes, f"{WIDE_ROWS} edited rows at a time"),
         ledger.Line("graphs", room.graphs, f"{forward.graph_count}, reserved from the largest"),
         ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
     ]

@@ -2,8 +2,8 @@
 
 A step of few tokens replays a CUDA graph (see `runner.forward`); a steady decode step is that graph
 and the sampler's two kernels, six where a row truncates; what more a row asks for adds launches to
-the steps that it is in (`runner.draws`). Only a step of very many tokens launches
-its operations one by one. Tokens come back through pinned memory, one event a step.
+the steps that it is in (`runner.draws`). Only a step of very many tokens launches its operations
+one by one. Tokens come back through pinned memory, one event a step.
 """
 
 from __future__ import annotations
