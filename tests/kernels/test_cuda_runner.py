@@ -34,14 +34,22 @@ DRAWN = Sampling(temperature=0.9, top_p=0.8, seed=7)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that pad little; a sampler that looks at few logits at a time."""
+    from headrace.kernels.edited import Wide
+    from headrace.kernels.logprobs import LogprobScratch
     from headrace.kernels.sampling import Scratch
-    from headrace.runner import forward
+    from headrace.runner import draws, forward
 
     monkeypatch.setattr(forward, "ALONE_SIZES", (1, 4))
     monkeypatch.setattr(forward, "MIXED_SIZES", (8,))
     monkeypatch.setattr(forward, "MIXED_SINGLES", 1)
-    allocate = functools.partial(Scratch.allocate, chunk=32, sample=16)
-    monkeypatch.setattr(Scratch, "allocate", allocate)
+    sizes: list[tuple[Any, dict[str, int]]] = [
+        (Scratch, {"chunk": 32, "sample": 16}),
+        (LogprobScratch, {"chunk": 128}),
+        (Wide, {"chunk": 32, "positions": 4}),
+    ]
+    for memory, small_sizes in sizes:
+        monkeypatch.setattr(memory, "allocate", functools.partial(memory.allocate, **small_sizes))
+    monkeypatch.setattr(draws, "WIDE_ROWS", 2)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,6 @@ class Buffers:
         self.chosen = rows(draws, spec.hidden)  # the stream of tokens whose logits are wanted
         self.chosen_q = rows(draws, q_width).view(draws, spec.heads, spec.head_dim)
         self.logits = rows(draws, spec.vocab_size)
-        self.spread = rows(draws, spec.vocab_size)  # a row of logits for each draw, where n > 1
 
     @property
     def size_bytes(self) -> int:

@@ -100,6 +100,7 @@ class CudaOps:
             self._place.last,
             embedding.weight,
             self._columns,
+            self._place.store.ids,
             x,
             with_pdl=self._place.pdl,
         )
