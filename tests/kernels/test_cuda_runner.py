@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
     """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library."""
-    from headrace.backends.cuda.buffers import Buffers
+    from headrace.backends.cuda import buffers as memory
     from headrace.backends.cuda.device import Card
     from headrace.kernels.tuned import default
     from headrace.runner.build_cuda import Plan, forward_on
@@ -74,7 +75,8 @@ def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
         model.fold_norms()
     plan = Plan(ROWS, MAX_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN)
     card = Card("interpreter", 0, 0, 1, (0, 0))
-    buffers = Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
+    with mock.patch.object(memory, "MLP_TOKENS", 5 if folded else MAX_TOKENS):  # by pieces
+        buffers = memory.Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
     forward = forward_on(
         model,
         plan,
