@@ -113,8 +113,8 @@ def vllm(dtype: str, scene: Scene) -> Plan:
         model=folder,
         bits=f"{dtype}, activations {dtype}",
         command=[
-            *(str(vllm_python(scene.peers)), "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(folder), "--dtype", dtype, "--host", "127.0.0.1"),
+            *(str(vllm_python(scene.peers).with_name("vllm")), "serve", str(folder)),
+            *("--dtype", dtype, "--host", "127.0.0.1"),
             *("--max-num-seqs", str(scene.sequences), "--max-model-len", "2048"),
             *("--num-gpu-blocks-override", str(scene.context_tokens // BLOCK)),
             "--no-enable-prefix-caching",
