@@ -40,7 +40,7 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # as `Run.name` where there is such a server
     perplexity: float
     agreement: float  # share of positions with the same first token
-    divergence: float  # mean Kullback-Leibler, nats
+    divergence: float | None  # mean Kullback-Leibler, nats; None: it does not say enough
     tokens: int  # that were predicted
     text: str
     date: str

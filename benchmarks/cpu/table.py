@@ -217,7 +217,7 @@ def _precision(quality: Sequence[Quality]) -> list[str]:
             x.name,
             f"{x.perplexity:.3f}",
             f"{x.agreement:.2%}",
-            f"{x.divergence:.1e}",
+            "-" if x.divergence is None else f"{x.divergence:.1e}",
             str(x.tokens),
             x.date,
         ]

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.cpu import http, peers, results, servers, table
-from benchmarks.cpu.quality import LogitsFile, Tally, said_perplexity
+from benchmarks.cpu.quality import FIRST, WINDOW, LogitsFile, Tally, said_perplexity, told
 from benchmarks.cpu.results import Quality, Results, Run
 from headrace.bench.stats import Level, Record, level
 from headrace.errors import SetupError
@@ -187,6 +187,15 @@ def test_tally_against_formulas() -> None:
     assert found.divergence == pytest.approx(float(kl), rel=1e-4)
     assert 0.5 <= found.agreement < 0.6, "half of the rows are the same, the others are random"
     assert tally.quality("x", "a text", 7.0).perplexity == 7.0
+
+
+def test_what_vllm_says_of_a_prompt() -> None:
+    ids = [7] * WINDOW
+    said = {"7": {"logprob": -2.5, "rank": 3}, "9": {"logprob": -0.5, "rank": 1}}
+    sure = {"7": {"logprob": -0.1, "rank": 1}}
+    found = told([None, *[said] * (WINDOW - 2), sure], ids)
+    assert found.best == [9] * (WINDOW - 2 - FIRST) + [7]
+    assert found.came == [-2.5] * (WINDOW - 2 - FIRST) + [-0.1]
 
 
 def test_perplexity_is_read_from_the_last_lines() -> None:
