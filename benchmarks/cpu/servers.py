@@ -44,6 +44,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     peers: Path
     context_tokens: int = 18432  # room for KV: 32 slots of 576 tokens where there are slots
     slots: int = 32  # of llama-server
+    llama_flags: list[str] = []  # beyond its fastest, the last of a kind counts
     sequences: int = 64  # at once, elsewhere
     threads: int = cores()
 
@@ -97,7 +98,7 @@ def llama(kind: str, scene: Scene) -> Plan:
             *(str(tool(scene.peers, "llama-server")), "--model", str(model)),
             *("--ctx-size", str(scene.context_tokens), "--parallel", str(scene.slots)),
             *("--threads", str(scene.threads), "--threads-batch", str(scene.threads)),
-            *("--cache-ram", "0", "--no-webui"),
+            *("--cache-ram", "0", "--no-webui", *scene.llama_flags),
         ],
     )
 
@@ -113,8 +114,9 @@ def vllm(dtype: str, scene: Scene) -> Plan:
         model=folder,
         bits=f"{dtype}, activations {dtype}",
         command=[
-            *(str(vllm_python(scene.peers).with_name("vllm")), "serve", str(folder)),
-            *("--dtype", dtype, "--host", "127.0.0.1"),
+            # Its command `vllm` asks for a package of that name, which is not this one's.
+            *(str(vllm_python(scene.peers)), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(folder), "--dtype", dtype, "--host", "127.0.0.1"),
             *("--max-num-seqs", str(scene.sequences), "--max-model-len", "2048"),
             *("--num-gpu-blocks-override", str(scene.context_tokens // BLOCK)),
             "--no-enable-prefix-caching",
