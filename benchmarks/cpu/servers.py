@@ -1,7 +1,8 @@
-"""How each server is started at its fastest setting, and the process while it runs.
+"""How each server is started, and the process while it runs.
 
 Every server gets the same cores, the same room for KV and the same model; what differs is how it
-holds the weights. Settings were tried one by one on two cores: see `benchmarks/README.md`.
+holds the weights. llama-server has its own defaults but for threads, slots, room and its cache of
+old prompts, which only costs here; `--llama` of `benchmarks.cpu.http` tries others.
 """
 
 from __future__ import annotations
