@@ -216,8 +216,8 @@ def cut_top_p(z: Row, p: float) -> Row:
 
 
 def cut_min_p(z: Row, p: float) -> Row:
-    """min-p (arXiv 2407.01082): tokens at least p times as likely as the most likely one."""
-    return np.where(np.exp(z - z.max()) >= p, z, -np.inf)
+    """min-p (arXiv 2407.01082): tokens at least p times as likely as the most likely; 0 is off."""
+    return np.where(np.exp(z - z.max()) >= p, z, -np.inf) if p > 0 else z
 
 
 def cut_typical_p(z: Row, p: float) -> Row:
@@ -269,13 +269,9 @@ def draw(
     z = truncated(z, sampling)
     weights = np.exp(z - z.max())
     u = uniform_reference(sampling.seed, choice, len(ids))
-    target, mass = u * math.fsum(weights), 0.0
-    kept = [int(i) for i in np.flatnonzero(weights)]
-    for token in kept:
-        mass += float(weights[token])
-        if mass > target:
-            return token
-    return kept[-1]
+    cumulative = np.cumsum(weights)  # one after another, by id
+    token = np.searchsorted(cumulative, u * math.fsum(weights), side="right")
+    return min(int(token), int(np.flatnonzero(weights)[-1]))
 
 
 def logprobs(z: Row, token: int, top: int) -> Logprobs:

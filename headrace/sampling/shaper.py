@@ -22,7 +22,16 @@ Values = npt.NDArray[np.float64]
 class Shaper:
     """One sequence's rules and penalties. `history` is None where nothing looks at it."""
 
-    __slots__ = ("_dry_table", "dry", "history", "lz", "prompt_tokens", "repetition", "rules")
+    __slots__ = (
+        "_breakers",
+        "_dry_table",
+        "dry",
+        "history",
+        "lz",
+        "prompt_tokens",
+        "repetition",
+        "rules",
+    )
 
     def __init__(self, sampling: Sampling, prompt_tokens: int, ids: Sequence[int]) -> None:
         self.prompt_tokens = prompt_tokens
@@ -30,6 +39,7 @@ class Shaper:
         self.rules = None if rules is None else RowRules(rules, prompt_tokens)
         self.repetition, self.dry, self.lz = sampling.repetition, sampling.dry, sampling.lz
         self.history = History(ids) if sampling.needs_history else None
+        self._breakers: Ids = np.array([] if self.dry is None else self.dry.breakers, np.int64)
         self._dry_table = None if self.dry is None else _dry_table(self.dry)
 
     @classmethod
@@ -55,11 +65,11 @@ class Shaper:
     def dried(self, dry: Dry, position: int) -> tuple[Ids, Values]:
         """Distinct ids and what each of them loses."""
         s = self._last(position, dry.window)
-        breaks = np.isin(s[::-1][:LONGEST_MATCH], dry.breakers)
+        breaks = np.isin(s[::-1][:LONGEST_MATCH], self._breakers)
         longest = int(breaks.argmax()) if breaks.any() else LONGEST_MATCH
         lengths = suffix_matches(s, longest)
         longer = lengths >= dry.allowed_length
-        longer[longer] = ~np.isin(s[longer], dry.breakers)
+        longer[longer] = ~np.isin(s[longer], self._breakers)
         ids, lengths = largest_each(s[longer], lengths[longer])
         assert self._dry_table is not None
         return ids, self._dry_table[lengths]

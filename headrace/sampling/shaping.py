@@ -33,10 +33,8 @@ def shape(z: Grid, lines: Sequence[Line]) -> None:
     _bias(z, lines)
     _ban(z, lines)
     _repetition(z, lines)
-    _subtract(z, [_at(x, x.shaper.compressed(lz, x.position, z.shape[1])) for x in lines
-                  if x.shaper is not None and (lz := x.shaper.lz) is not None])  # fmt: skip
-    _subtract(z, [_at(x, x.shaper.dried(dry, x.position)) for x in lines
-                  if x.shaper is not None and (dry := x.shaper.dry) is not None])  # fmt: skip
+    _lz(z, lines)
+    _dry(z, lines)
     for line in lines:
         if line.bits is not None:
             z[line.at, ~unpacked(line.bits, z.shape[1])] = -np.inf
@@ -114,3 +112,25 @@ def _repetition(z: Grid, lines: Sequence[Line]) -> None:
     old = z[rows, ids]
     new = np.where(old > 0, old / repetition, old * repetition)
     z[rows, ids] = new - (frequency * counts + presence * (counts > 0))
+
+
+def _lz(z: Grid, lines: Sequence[Line]) -> None:
+    _subtract(
+        z,
+        [
+            _at(line, line.shaper.compressed(lz, line.position, z.shape[1]))
+            for line in lines
+            if line.shaper is not None and (lz := line.shaper.lz) is not None
+        ],
+    )
+
+
+def _dry(z: Grid, lines: Sequence[Line]) -> None:
+    _subtract(
+        z,
+        [
+            _at(line, line.shaper.dried(dry, line.position))
+            for line in lines
+            if line.shaper is not None and (dry := line.shaper.dry) is not None
+        ],
+    )

@@ -35,24 +35,37 @@ def _below(keys: Tensor, counts: Tensor, candidates: Tensor) -> Tensor:
 def keep_until(keys: Tensor, weights: Tensor, wanted: Tensor, logits: Tensor) -> Tensor:
     """By falling key, the fewest tokens whose weights reach wanted[i]; at least one.
 
-    keys, weights, logits [rows, vocab], wanted [rows, 1] -> logits of those that stay.
+    keys, weights, logits [rows, vocab], wanted [rows, 1] -> logits of those that stay. Overwrites
+    `logits`, which may be `keys`.
     """
+    looks = [*(n for n in _LOOKS if n < keys.shape[1]), keys.shape[1]]
+    counts, best, done = _count(keys, weights, wanted, looks[0])
+    if done.all():
+        return logits.masked_fill_(_below(keys, counts, best), -torch.inf)
     out = torch.empty_like(logits)
     left = torch.arange(keys.shape[0])
-    for looked_at in (*(n for n in _LOOKS if n < keys.shape[1]), keys.shape[1]):
-        rows, goal = keys[left], wanted[left]
-        candidates = torch.topk(rows, looked_at, dim=-1)
-        mass = weights[left].gather(1, candidates.indices).cumsum(-1)
-        before = torch.cat((torch.zeros_like(goal), mass[:, :-1]), dim=-1)
-        counts = (before < goal).sum(-1).clamp(min=1)
-        # Certain when they end inside the candidates, or the candidates are everything.
-        done = (mass[:, -1] >= goal[:, 0]) | (looked_at == keys.shape[1])
-        below = _below(rows[done], counts[done], candidates.values[done])
-        out[left[done]] = logits[left[done]].masked_fill_(below, -torch.inf)
+    for looked_at in [*looks[1:], 0]:
+        ready = left[done]
+        below = _below(keys[ready], counts[done], best[done])
+        out[ready] = logits[ready].masked_fill_(below, -torch.inf)
         left = left[~done]
         if not left.numel():
             break
+        counts, best, done = _count(keys[left], weights[left], wanted[left], looked_at)
     return out
+
+
+def _count(
+    keys: Tensor, weights: Tensor, wanted: Tensor, looked_at: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the `looked_at` largest keys of each row: how many reach `wanted`, the keys, sorted, and
+    whether that is certain: they end inside these, or these are everything."""
+    best = torch.topk(keys, looked_at, dim=-1)
+    mass = weights.gather(1, best.indices).cumsum(-1)
+    before = torch.cat((torch.zeros_like(wanted), mass[:, :-1]), dim=-1)
+    counts = (before < wanted).sum(-1).clamp(min=1)
+    done = (mass[:, -1] >= wanted[:, 0]) | (looked_at == keys.shape[1])
+    return counts, best.values, done
 
 
 class TopNSigma:

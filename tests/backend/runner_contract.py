@@ -10,9 +10,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
-from headrace.engine.protocol import Runner, Ticket
-from headrace.messages import Grow, Join, Output, Sampling, StepPlan
+import numpy as np
+from msgspec.structs import replace
+
+from headrace.engine.protocol import Masks, Runner, Ticket
+from headrace.messages import (
+    Dry,
+    Grow,
+    Join,
+    Lz,
+    Output,
+    Repetition,
+    Rules,
+    Sampling,
+    StepPlan,
+    StepResult,
+)
 
 MakeRunner = Callable[[], Runner]
 BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN = 32, 4, 4, 96  # what make_runner must offer
@@ -20,6 +35,16 @@ BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN = 32, 4, 4, 96  # what make_runner must 
 GREEDY = Sampling(temperature=0.0)
 PROMPT = [11, 7, 3, 11, 90, 42, 42, 5, 60, 61]  # two blocks and a half
 OTHER = [33, 2, 18, 77, 9]
+SHAPED = [  # rows whose draws look at more than their logits
+    Sampling(temperature=0.0, repetition=Repetition(3.0, 2.0, 2.0, window=12)),
+    Sampling(0.0, rules=Rules(allowed=[100, 101, 102]), dry=Dry(50.0, 1.75, 1, breakers=[42])),
+    Sampling(seed=3, lz=Lz(0.5, 20), typical_p=0.7, top_n_sigma=1.5),
+    Sampling(
+        seed=4,
+        rules=Rules([(7, 3.0)], [], [11, 42], [[5, 60], [60, 61], [90]], 3, [3, 61]),
+        repetition=Repetition(3.0, presence=5.0),
+    ),
+]
 
 
 class Steps:
@@ -40,10 +65,21 @@ class Steps:
         self.draws: list[tuple[int, int]] = []  # forward row, device row
 
     def join(
-        self, row: int, blocks: list[int], sampling: Sampling = GREEDY, choice: int = 0
+        self,
+        row: int,
+        blocks: list[int],
+        sampling: Sampling = GREEDY,
+        choice: int = 0,
+        *,
+        known: list[int] = PROMPT,
+        prompt_tokens: int = 0,
     ) -> None:
-        """A sequence takes a row in the next plan."""
-        self.joins.append(Join(row, sampling, choice, [list(blocks)]))
+        """A sequence of the ids `known` takes a row in the next plan."""
+        history = known if sampling.needs_history else []
+        join = Join(
+            row, sampling, choice, [list(blocks)], "", prompt_tokens or len(known), list(history)
+        )
+        self.joins.append(join)
         self.length[row] = 0
 
     def forward(
@@ -61,7 +97,7 @@ class Steps:
         for target in (row,) if draw_into is None else draw_into:
             self.draws.append((len(self.rows) - 1, target))
 
-    def launch(self) -> Ticket:
+    def launch(self, masks: Masks | None = None) -> Ticket:
         """Send the plan; decode rows must have been added first."""
         self.step += 1
         drawn = {source for source, _ in self.draws}
@@ -82,12 +118,20 @@ class Steps:
         )
         self._clear()
         ticket = self.runner.launch(plan)
-        ticket.finish()
+        ticket.finish(masks)
         return ticket
 
-    def run(self) -> list[int]:
+    def allow(self, allowed: dict[int, list[int]]) -> Masks:
+        """Masks: draw -> the only tokens it may take."""
+        bits = np.zeros((len(allowed), -(-self.runner.capacity.vocab_size // 32)), np.uint32)
+        for line, tokens in zip(bits, allowed.values(), strict=True):
+            for token in tokens:
+                line[token // 32] |= np.uint32(1 << token % 32)
+        return Masks(list(allowed), bits.view(np.int32))
+
+    def run(self, masks: Masks | None = None) -> list[int]:
         """Send the plan and wait for its tokens."""
-        result = self.launch().result()
+        result = self.launch(masks).result()
         assert result.step == self.step
         assert result.failed == []
         assert result.busy_s >= 0
@@ -115,7 +159,7 @@ def generate(
 ) -> list[int]:
     """Tokens of one prompt alone on a fresh runner."""
     steps = Steps(make())
-    steps.join(0, list(blocks), sampling, choice)
+    steps.join(0, list(blocks), sampling, choice, known=prompt)
     at = 0
     for size in chunks:
         steps.forward(0, prompt[at : at + size], draw_into=())
@@ -350,6 +394,145 @@ def counts_only_rise(make: MakeRunner) -> None:
         assert all(0 <= count <= after[name] for name, count in before.items())
 
 
+def shaped_rows_keep_to_themselves(make: MakeRunner) -> None:
+    """Rules and penalties see their own sequence, whoever else is in the step."""
+    want = [generate(make, sampling=sampling) for sampling in SHAPED]
+    plain = generate(make)
+    for sampling, tokens in zip(SHAPED, want, strict=True):
+        without = replace(sampling, dry=None, lz=None, repetition=None, top_n_sigma=0.0)
+        assert generate(make, sampling=without) != tokens, f"{sampling} changes nothing here"
+    for who in ([*SHAPED[:3], GREEDY], [GREEDY, *reversed(SHAPED[1:])]):
+        steps = Steps(make())
+        for row, sampling in enumerate(who):
+            steps.join(row, list(range(row * 8, row * 8 + 8)), sampling)
+            steps.forward(row, PROMPT)
+        got = [[token] for token in steps.run()]
+        for _ in range(7):
+            for row in range(ROWS):
+                steps.forward(row, None)
+            for row, token in enumerate(steps.run()):
+                got[row].append(token)
+        steps.runner.close()
+        assert got == [plain if s is GREEDY else want[SHAPED.index(s)] for s in who]
+
+
+def history_is_the_sequence_however_it_came(make: MakeRunner) -> None:
+    """From the join, from forward rows, from draws; after a resumption; a step ahead."""
+    for sampling in SHAPED:
+        want = generate(make, sampling=sampling)
+        assert generate(make, sampling=sampling, chunks=(3, 4)) == want
+        steps = Steps(make())
+        steps.join(0, [0, 1, 2, 3, 4, 5], sampling, known=PROMPT[:2], prompt_tokens=len(PROMPT))
+        steps.forward(0, PROMPT[:6], draw_into=())
+        steps.run()
+        steps.forward(0, PROMPT[6:])
+        got = steps.run()
+        steps.forward(0, got[-1:])
+        got += steps.run()
+        steps.leaves = [0]
+        known = PROMPT + got
+        steps.join(3, [10, 11, 12, 13, 14], sampling, known=known, prompt_tokens=len(PROMPT))
+        steps.forward(3, known)
+        before = steps.launch()
+        for _ in range(5):
+            steps.forward(3, None)
+            ahead = steps.launch()
+            got += before.result().tokens
+            before = ahead
+        got += before.result().tokens
+        steps.runner.close()
+        assert got == want
+
+
+def forks_remember_the_prompt(make: MakeRunner) -> None:
+    """n = 2 with penalties: each choice goes its own way from the same ids."""
+    sampling = Sampling(seed=7, repetition=Repetition(1.3, 1.0, 1.0), lz=Lz(0.3))
+    want = [generate(make, sampling=sampling, choice=choice, count=5) for choice in range(2)]
+    steps = Steps(make())
+    for row in range(2):
+        steps.join(row, [0, 1, 2], sampling, row)
+    steps.forward(0, PROMPT, draw_into=(0, 1))
+    got = [[token] for token in steps.run()]
+    steps.length = dict.fromkeys((0, 1), len(PROMPT))
+    steps.grows = [Grow(0, 0, 3, [20]), Grow(1, 0, 2, [30, 31])]
+    steps.copies = [(2, 30)]
+    for _ in range(4):
+        for row in range(2):
+            steps.forward(row, None)
+        for choice, token in enumerate(steps.run()):
+            got[choice].append(token)
+    steps.runner.close()
+    assert got == want
+
+
+def rules_hold(make: MakeRunner) -> None:
+    """Allowed, banned, forced and held ids; greedy and drawn."""
+    for base in (GREEDY, Sampling(seed=5)):
+
+        def ruled(base: Sampling = base, **rules: Any) -> list[int]:
+            return generate(make, sampling=replace(base, rules=Rules(**rules)), count=6)
+
+        free = generate(make, sampling=base, count=6)
+        assert ruled(bias=[(101, 100.0)]) == [101] * 6
+        assert set(ruled(allowed=[102, 103])) <= {102, 103}
+        assert free[0] not in ruled(banned=[free[0]])
+        assert ruled(bad_words=[[PROMPT[-1], free[0]]])[0] != free[0]
+        held = ruled(bias=[(101, 100.0)], min_tokens=3, held=[101])
+        assert 101 not in held[:3]
+        assert held[3:] == [101] * 3
+
+
+def masks_hold_for_their_draw(make: MakeRunner) -> None:
+    """Only tokens of the mask; rows without one are as they were; bits may be used again."""
+    want = generate(make, count=4)
+    steps = Steps(make())
+    for row, sampling in enumerate([GREEDY, GREEDY, Sampling(seed=1)]):
+        steps.join(row, list(range(row * 8, row * 8 + 8)), sampling)
+        steps.forward(row, PROMPT)
+    got: list[list[int]] = [[], [], []]
+    masks = steps.allow({1: [100, 101, 35], 2: [70]})
+    for i in range(4):
+        ticket = steps.launch(masks)
+        masks.bits[:] = 0  # finish() took what it needs
+        for row, token in enumerate(ticket.result().tokens):
+            got[row].append(token)
+        for row in range(3):
+            steps.forward(row, None)
+        masks = steps.allow(
+            {2: [71 + i], 1: [0, 31, 32, 64, 130 % steps.runner.capacity.vocab_size]}
+        )
+    steps.runner.close()
+    assert got[0] == want
+    assert got[1][0] in (100, 101, 35)
+    assert set(got[1][1:]) <= {0, 31, 32, 64, 130}
+    assert got[2] == [70, 71, 72, 73]
+
+
+def a_draw_without_a_token_fails_alone(make: MakeRunner) -> None:
+    """The step ahead may compute it; its row can be used again."""
+    want = generate(make)
+    steps = Steps(make())
+    steps.join(0, [0, 1, 2, 3, 4, 5])
+    steps.join(1, [8, 9, 10, 11], Sampling(rules=Rules(allowed=[5]), repetition=Repetition(1.2)))
+    steps.forward(0, PROMPT)
+    steps.forward(1, PROMPT)
+    first = steps.launch(steps.allow({1: [6]}))
+    steps.forward(0, None)
+    steps.forward(1, None)
+    ahead = steps.launch()
+    result: StepResult = first.result()
+    assert result.tokens == [want[0], -1]
+    assert [draw for draw, _ in result.failed] == [1]
+    assert "no token is allowed" in result.failed[0][1]
+    assert ahead.result().tokens[0] == want[1]
+    steps.leaves = [1]
+    steps.join(1, [8, 9, 10, 11])
+    steps.forward(0, None)
+    steps.forward(1, PROMPT)
+    assert steps.run() == [want[2], want[0]]
+    steps.runner.close()
+
+
 CONTRACT: list[Callable[[MakeRunner], None]] = [
     offers_what_was_asked,
     chunks_change_nothing,
@@ -364,4 +547,10 @@ CONTRACT: list[Callable[[MakeRunner], None]] = [
     every_row_and_block_works,
     a_free_row_may_leave,
     counts_only_rise,
+    shaped_rows_keep_to_themselves,
+    history_is_the_sequence_however_it_came,
+    forks_remember_the_prompt,
+    rules_hold,
+    masks_hold_for_their_draw,
+    a_draw_without_a_token_fails_alone,
 ]

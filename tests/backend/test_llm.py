@@ -314,3 +314,45 @@ def test_importing_headrace_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no_such"):
         headrace.no_such  # noqa: B018
+
+
+def test_sampling_parameters_reach_the_draw(llm: LLM) -> None:
+    free = llm.generate("abc", greedy())[0].token_ids
+    assert free[0] not in llm.generate("abc", greedy(banned_token_ids=[free[0]]))[0].token_ids
+    assert set(llm.generate("abc", greedy(allowed_token_ids=[120]))[0].token_ids) == {120}
+    assert llm.generate("abc", greedy(logit_bias={120: 100}))[0].token_ids == [120] * 12
+    held = greedy(logit_bias={"258": 100}, min_tokens=4, ignore_eos=False)
+    assert len(llm.generate("abc", held)[0].token_ids) == 5
+    stops = greedy(stop=[chr(free[0]), chr(free[3])], min_tokens=4)
+    assert llm.generate("abc", stops)[0].token_ids == free[:4]
+    for params in (greedy(logit_bias={"259": 1}), greedy(allowed_token_ids=[-1])):
+        with pytest.raises(InvalidRequest, match="is not a token id"):
+            llm.generate("abc", params)
+    with pytest.raises(InvalidRequest, match="repetition_penalty"):
+        greedy(repetition_penalty=0)
+    with LLM(backend="fake", default_sampling="temperature=0,top_k=1") as other:
+        assert other.generate("abc", SamplingParams(max_tokens=5))[0].token_ids == free[:5]
+
+
+def test_seeds_alone_in_a_crowd_preempted_and_warm() -> None:
+    """The same tokens with penalties, rules and filters, wherever and however often they run."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "penalty_window": 30},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 1, "typical_p": 0.8},
+        {"lz_penalty": 0.5, "bad_words": ["e", "th"], "min_tokens": 10},
+    ]
+    many = [
+        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, temperature=0.9, **kinds[i % 4])
+        for i in range(16)
+    ]
+    prompts = [f"the same beginning {i % 3}" for i in range(16)]
+    settings: dict[str, Any] = {"backend": "fake", "max_model_len": 128, "block_size": 4}
+    with LLM(**settings, max_num_seqs=16, kv_blocks=600) as roomy:
+        alone = [roomy.generate(p, s)[0].token_ids for p, s in zip(prompts, many, strict=True)]
+        warm = roomy.generate(prompts, many)
+        assert max(c.cached_tokens for c in warm) > 0
+        assert [c.token_ids for c in warm] == alone
+    with LLM(**settings, max_num_seqs=16, kv_blocks=60, prefix_caching=False) as tight:
+        assert [c.token_ids for c in tight.generate(prompts, many)] == alone
+        assert tight._engine.stats().preemptions > 0

@@ -42,7 +42,7 @@ rows_of = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows=rows_of, seed=st.integers(0, 10**6), ties=st.booleans())
 def test_equals_the_reference_alone_and_among_others(
     rows: list[Row], seed: int, ties: bool
@@ -57,7 +57,7 @@ def test_equals_the_reference_alone_and_among_others(
     assert together == [draw(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rows=rows_of, seed=st.integers(0, 10**6))
 def test_row_independence_is_exact_at_real_vocabulary_sizes(rows: list[Row], seed: int) -> None:
     """Kept sets and weights agree to the last bit, whatever the batch around a row."""
@@ -161,19 +161,6 @@ def chi_square(tokens: list[int], expected: list[float]) -> float:
     n = len(tokens)
     assert set(counts) <= {i for i, p in enumerate(expected) if p > 0}
     return sum((counts[i] - n * p) ** 2 / (n * p) for i, p in enumerate(expected) if p > 0)
-
-
-@pytest.mark.parametrize("vary", ["seed", "choice", "position"])
-def test_draws_follow_the_distribution(vary: str) -> None:
-    """Chi-square over 20000 draws; the bound is the 0.9999 quantile for 5 degrees of freedom."""
-    p = [0.4, 0.25, 0.15, 0.1, 0.07, 0.03]
-    logits = torch.tensor(p).log().repeat(20000, 1)
-    at = {"seed": 3, "choice": 1, "position": 50}
-    rows = []
-    for i in range(20000):
-        here = at | {vary: i}
-        rows.append((Sampling(seed=here["seed"]), here["choice"], here["position"]))
-    assert chi_square(draw(logits, rows), p) < 25.8
 
 
 def test_a_filtered_distribution_is_renormalised() -> None:

@@ -16,7 +16,8 @@ from headrace.sampling import reference
 from headrace.sampling.history import History
 from headrace.sampling.matches import suffix_matches
 from headrace.sampling.params import Columns
-from headrace.sampling.pipeline import NO_TOKEN, sample
+from headrace.sampling.pipeline import NO_TOKEN, STAGES, inverse_cdf, run_stages, sample
+from headrace.sampling.rng import uniform
 from headrace.sampling.shaper import Shaper
 from headrace.sampling.shaping import Line, shape
 
@@ -95,25 +96,25 @@ def check_stage(field: str, value: Any, ids: list[int], seed: int) -> None:
     assert np.array_equal(grid[[0, 2]], [z, z])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rules, sequences, st.integers(0, 10**6))
 def test_rules(value: Rules, ids: list[int], seed: int) -> None:
     check_stage("rules", value, ids, seed)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(repetitions, sequences, st.integers(0, 10**6))
 def test_repetition(value: Repetition, ids: list[int], seed: int) -> None:
     check_stage("repetition", value, ids, seed)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(drys, sequences, st.integers(0, 10**6))
 def test_dry(value: Dry, ids: list[int], seed: int) -> None:
     check_stage("dry", value, ids, seed)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(lzs, sequences, st.integers(0, 10**6))
 def test_lz(value: Lz, ids: list[int], seed: int) -> None:
     check_stage("lz", value, ids, seed)
@@ -124,7 +125,7 @@ rows_of = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rows=rows_of, seed=st.integers(0, 10**6))
 def test_everything_alone_and_among_others(rows: list[Any], seed: int) -> None:
     """A row's token is the reference's, whatever stands beside it."""
@@ -152,6 +153,37 @@ def test_everything_alone_and_among_others(rows: list[Any], seed: int) -> None:
     assert together == wanted
     assert together == [draw([i])[0] for i in range(len(rows))]
     assert torch.equal(kept, logits), "logits belong to the caller"
+
+
+IDS = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 1, 4]
+SHAPED = [
+    Sampling(),
+    Sampling(temperature=1.5, top_k=9, top_p=0.9),
+    Sampling(temperature=0.7, typical_p=0.8, repetition=Repetition(1.5, 0.3, 0.2)),
+    Sampling(rules=Rules([(3, 2.0)], [], [7, 8], [[1, 4, 9], [10]], 99, [11]), lz=Lz(0.2)),
+    Sampling(temperature=1.2, min_p=0.02, top_n_sigma=2.0, dry=Dry(0.8, 1.75, 1)),
+]
+
+
+@pytest.mark.parametrize("sampling", SHAPED)
+@pytest.mark.parametrize("vary", ["seed", "choice", "position"])
+def test_100k_draws_follow_the_reference(sampling: Sampling, vary: str) -> None:
+    """Chi-square; the bound is the mean plus six standard deviations of its distribution."""
+    z, draws = 1.5 * np.random.default_rng(8).normal(size=12), 100_000
+    p = reference.softmax(reference.truncated(reference.shaped(z, sampling, IDS, 4), sampling))
+    grid = z[None].copy()
+    shape(grid, [Line(0, shaper_of(sampling, IDS, 4), len(IDS))])
+    kept = run_stages(torch.from_numpy(grid), Columns.of([(sampling, 0, len(IDS))]), STAGES)
+    at = {name: np.full(draws, 5, np.uint64) for name in ("seed", "choice", "position")}
+    at[vary] = np.arange(draws, dtype=np.uint64)
+    u = torch.from_numpy(uniform(at["seed"], at["choice"], at["position"]))
+    counts = np.bincount(inverse_cdf(kept.expand(draws, -1), u).numpy(), minlength=12)
+    possible = p > 0
+    assert not counts[~possible].any()
+    expected = draws * p[possible]
+    chi = float(((counts[possible] - expected) ** 2 / expected).sum())
+    degrees = max(1, possible.sum() - 1)
+    assert chi < degrees + 6 * np.sqrt(2 * degrees)
 
 
 # ---------------------------------------------------------------- by hand

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from headrace.api.schemas import ACCEPTED, MAX_N, MAX_STOP_IDS, MAX_STOPS, NOT_YET, Chat, Completion
+from headrace.draws import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_BREAKER_CHARS,
+    MAX_BREAKERS,
+    MAX_IDS,
+    Draws,
+)
 
+SAMPLING = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 REFUSED = PAGE.split("**Refused until", 1)[1].split("**Unknown**", 1)[0]
 HARMLESS = PAGE.split("**Harmless, accepted**", 1)[1].split("**Refused until", 1)[0]
@@ -29,7 +39,15 @@ def test_every_other_field() -> None:
     assert names(REFUSED) - {"unsupported_parameter", "param"} == set(NOT_YET)
 
 
+def test_the_sampling_page_names_every_field() -> None:
+    assert set(Draws.__struct_fields__) <= set(re.findall(r"\b[a-z_]+\b", SAMPLING))
+
+
 def test_limits() -> None:
+    assert f"up to {MAX_BIASES} ids" in PAGE
+    assert f"up to {MAX_IDS} ids" in PAGE
+    assert f"up to {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARS}" in PAGE
+    assert f"up to {MAX_BREAKERS} texts of 1 to {MAX_BREAKER_CHARS}" in PAGE
     assert f"1 to {MAX_N}, and" in PAGE
     assert f"a string or up to {MAX_STOPS}" in PAGE
     assert f"up to {MAX_STOP_IDS} ids" in PAGE

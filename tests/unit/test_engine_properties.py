@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.engine.protocol import StepCost
-from headrace.messages import Sampling
+from headrace.messages import Lz, Repetition, Rules, Sampling
 from tests.unit.engine_rig import Rig
 
 OWNERS = 3
@@ -29,7 +29,12 @@ samplings = st.builds(
     top_k=st.sampled_from([0, 3]),
     top_p=st.sampled_from([0.5, 1.0]),
     seed=st.integers(0, 2**64 - 1),
-)
+    rules=st.none()
+    | st.builds(Rules, bad_words=st.just([[101, 116], [32]]), min_tokens=st.integers(0, 5),
+                held=st.just([EOS])),
+    repetition=st.none() | st.just(Repetition(1.5, 0.5, 0.5, 9)),
+    lz=st.none() | st.just(Lz(0.5, 16)),
+)  # fmt: skip
 
 
 class EngineMachine(RuleBasedStateMachine):

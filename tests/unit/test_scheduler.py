@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headrace.messages import Output, Sampling, StepPlan
+from headrace.messages import Output, Repetition, Rules, Sampling, StepPlan
 from tests.unit.engine_rig import Rig
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
@@ -395,5 +395,34 @@ def test_static_batches_run_to_their_end(overlap: bool) -> None:
         if running and not (seen and running <= seen[-1]):
             seen.append(running)
     assert seen == [{1, 2, 3}, {4, 5, 6}, {7}]
+    rig.check_tokens()
+    rig.check_idle()
+
+
+# ---------------------------------------------------------------- history
+
+
+@LOOPS
+def test_history_goes_only_with_rows_that_look_back(overlap: bool) -> None:
+    """At admission, for each choice of a fork, and at a resumption with all that was drawn."""
+    rig = Rig(blocks=14, overlap=overlap, max_num_batched_tokens=16)
+    penalised = Sampling(seed=3, repetition=Repetition(1.4, 0.3, 0.1))
+    rig.submit(9, 20)
+    rig.submit(6, 20, sampling=penalised, n=2)
+    rig.submit(6, 20, sampling=Sampling(seed=4, rules=Rules(min_tokens=3, held=[101])))
+    rig.run()
+    joins = [join for plan in rig.plans for join in plan.joins]
+    assert sum(done.preemptions for done in rig.dones.values()) > 0
+    looking = [join for join in joins if join.sampling.needs_history]
+    assert len(looking) > 2, "none of them was preempted"
+    for join in joins:
+        assert join.prompt_tokens == (9 if join.sampling.temperature == 0 else 6)
+        if join.sampling.needs_history:
+            drawn = rig.tokens[0, 2, join.choice]
+            prompt = rig.submits[0, 2].prompt
+            assert join.history == (prompt + drawn)[: len(join.history)]
+            assert len(join.history) >= 6
+        else:
+            assert join.history == []
     rig.check_tokens()
     rig.check_idle()
