@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from headrace.messages import Output, StepPlan
 
+_DRAWN = (Output.SAMPLE, Output.PROMPT_LOGPROBS)
+
 
 def sources_of(plan: StepPlan) -> list[int]:
     """Forward rows that are drawn from, in the order of their first draw."""
@@ -22,4 +24,9 @@ def check(plan: StepPlan, taken: Callable[[int], bool]) -> None:
         assert count == (1 if ids is None else len(ids)), f"row {row}: {count} tokens, ids {ids}"
     assert not plan.draw_at, "this runner draws from last positions"
     for i in plan.draw_from:
-        assert plan.outputs[i] == Output.SAMPLE, f"a draw from forward row {i}, which has no output"
+        assert plan.outputs[i] in _DRAWN, f"a draw from forward row {i}, which has no output"
+    for i, count, after in plan.prompts:
+        assert plan.outputs[i] == Output.PROMPT_LOGPROBS, f"forward row {i} reports no prompt"
+        assert plan.ids[i] is not None, f"forward row {i} reports a prompt but has no ids"
+        assert count >= 0, f"forward row {i}: {count} most likely tokens"
+        assert after >= -1, f"forward row {i}: id {after}"

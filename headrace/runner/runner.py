@@ -18,12 +18,13 @@ from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.engine.protocol import Capacity, Masks
 from headrace.errors import EngineError
-from headrace.messages import Output, StepPlan, StepResult
+from headrace.messages import Logprobs, Output, StepPlan, StepResult
 from headrace.runner.plan_check import check, sources_of
 from headrace.runner.rows import Rows
+from headrace.sampling.logprobs import report
 from headrace.sampling.pipeline import sample
 
-_OFFERED = (Output.NONE, Output.SAMPLE)
+_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 _FAILED_TOKEN = -1
 T = TypeVar("T")
 
@@ -146,10 +147,21 @@ class TorchRunner:
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:
-        """On the worker: one token a draw, kept in the device rows and returned."""
-        if logits is None:
-            return StepResult(plan.step, [], [], busy_s)
+        """On the worker: one token a draw, kept in the device rows and returned; then what prompts
+        are asked, which may overwrite the logits."""
         began_s = time.perf_counter()
+        tokens: list[int] = []
+        failed: list[tuple[int, str]] = []
+        logprobs: list[Logprobs | None] = []
+        if logits is not None:
+            tokens, failed, logprobs = self._draw(plan, logits)
+        prompts = [self._prompt(plan, row, count, after) for row, count, after in plan.prompts]
+        busy_s += time.perf_counter() - began_s
+        return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts)
+
+    def _draw(
+        self, plan: StepPlan, logits: Tensor
+    ) -> tuple[list[int], list[tuple[int, str]], list[Logprobs | None]]:
         peaks = self._forward.peaks(logits)
         best, finite = peaks.best, peaks.finite
         sources = {row: i for i, row in enumerate(sources_of(plan))}
@@ -159,6 +171,8 @@ class TorchRunner:
         broken = [] if finite.all() else (~finite).nonzero()[:, 0].tolist()
         if broken:
             logits[broken] = 0.0  # drawn like any other row, then thrown away
+        asking = [j for j, row in enumerate(plan.draw_into) if self._rows.reports[row] >= 0]
+        raw = logits[asking] if asking else None  # a copy: stages overwrite the logits
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
         drawn = sample(logits, self._rows.draws(plan.draw_into, positions), best=best)
         self._rows.last[plan.draw_into] = drawn
@@ -166,4 +180,23 @@ class TorchRunner:
         for j in broken:
             tokens[j] = _FAILED_TOKEN
         failed = [(j, "the model's logits were not finite") for j in broken]
-        return StepResult(plan.step, tokens, failed, busy_s + time.perf_counter() - began_s)
+        logprobs: list[Logprobs | None] = []
+        if raw is not None:
+            counts = [self._rows.reports[plan.draw_into[j]] for j in asking]
+            logprobs = [None] * len(tokens)
+            for j, entry in zip(asking, report(raw, drawn[asking].tolist(), counts), strict=True):
+                logprobs[j] = entry if tokens[j] != _FAILED_TOKEN else None
+        return tokens, failed, logprobs
+
+    def _prompt(self, plan: StepPlan, row: int, count: int, after: int) -> list[Logprobs]:
+        """See `StepResult.prompt_logprobs`; the logits of a few tokens at a time."""
+        ids = plan.ids[row]
+        assert ids is not None, "prompts are known tokens"
+        targets = ids[1:] + ([after] if after >= 0 else [])
+        first, most = sum(plan.counts[:row]), self._forward.most_again
+        out: list[Logprobs] = []
+        for at in range(0, len(targets), most):
+            some = targets[at : at + most]
+            logits = self._forward.again(range(first + at, first + at + len(some)))
+            out += report(logits, some, [count] * len(some))
+        return out

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from headrace.backends.cpu.attention import Scratch, StepAttention
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.backends.cpu.ops import TorchOps
 from headrace.models.layers import Decoder
+
+AGAIN_BYTES = 32 * 2**20  # of logits that `again` makes at once
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -61,6 +64,17 @@ class Forward(Protocol):
     def peaks(self, logits: Tensor) -> Peaks:
         """Of what `logits` returned last, before it was changed."""
 
+    @property
+    def most_again(self) -> int:
+        """Tokens that one call of `again` takes."""
+
+    def again(self, tokens: Sequence[int]) -> Tensor:
+        """Logits of more tokens of the last batch: [n, vocab_size] float32, until the next call.
+
+        tokens: ascending places in the batch, at most `most_again`. May overwrite what `logits`
+        returned.
+        """
+
     def close(self) -> None:
         """Free threads and memory."""
 
@@ -71,6 +85,7 @@ class TorchForward:
     def __init__(self, model: Decoder, store: KvStore) -> None:
         self._model, self._store = model, store
         self._scratch = Scratch(store.head_dim, model.dtype)
+        self._last: tuple[Tensor, TorchOps] | None = None  # of the last batch, for `again`
 
     def logits(self, batch: Batch) -> Tensor | None:
         """See `Forward`."""
@@ -85,6 +100,7 @@ class TorchForward:
         rotary = self._model.rotary(step.positions, self._model.dtype)
         ops = TorchOps(batch.ids, step, rotary)
         hidden = self._model(ops)
+        self._last = hidden, ops
         return self._model.logits(hidden[batch.last_tokens()], ops) if batch.chosen else None
 
     def peaks(self, logits: Tensor) -> Peaks:
@@ -92,6 +108,17 @@ class TorchForward:
         low, high = logits.aminmax(dim=-1)  # NaN passes through
         return Peaks(logits.argmax(-1), torch.isfinite(low) & torch.isfinite(high))
 
+    @property
+    def most_again(self) -> int:
+        """See `Forward`."""
+        return max(1, AGAIN_BYTES // (4 * self._model.spec.vocab_size))
+
+    def again(self, tokens: Sequence[int]) -> Tensor:
+        """See `Forward`."""
+        assert self._last is not None, "again() follows logits()"
+        hidden, ops = self._last
+        return self._model.logits(hidden[list(tokens)], ops)
+
     def close(self) -> None:
         """Drop the model."""
-        del self._model, self._store, self._scratch
+        del self._model, self._store, self._scratch, self._last

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -193,9 +194,14 @@ class NativeForward:
     def _record(self, tokens: int, rows: int) -> None:
         buffers = Buffers(self.pool, self._model, tokens, rows)
         recorder = Recorder(self._model, self._weights, self._store, buffers, exact=self._exact)
-        self._model.logits(self._model(recorder), recorder)
+        hidden = self._model(recorder)
+        body = len(recorder.ops)
+        self._model.logits(hidden, recorder)
         self._buffers, self._recorder = buffers, recorder
         self._ops = (Op * len(recorder.ops))(*recorder.ops)
+        head = recorder.ops[body:]
+        self._head_ops = (Op * len(head))(*head)
+        self._last: Batch | None = None  # what the buffers hold the residual stream of
 
     @property
     def ops(self) -> Sequence[Op]:
@@ -206,6 +212,7 @@ class NativeForward:
         """See `Forward`."""
         self.reserve(batch.ids.numel(), len(batch.chosen))
         self.run(batch, self._ops)
+        self._last = batch
         if not batch.chosen:
             return None
         return self._buffers.logits[: len(batch.chosen), : self._model.spec.vocab_size]
@@ -216,8 +223,14 @@ class NativeForward:
         if tokens > room.tokens or rows > room.rows:
             self._record(max(tokens, 2 * room.tokens), max(rows, room.rows))
 
-    def run(self, batch: Batch, ops: ctypes.Array[Op]) -> None:
-        """Run ops over the columns of a batch that fits."""
+    def run(
+        self, batch: Batch, ops: ctypes.Array[Op], head_rows: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """Run ops over the columns of a batch that fits.
+
+        head_rows: tokens that the output layer takes, ascending; None: those that are chosen.
+        """
+        chosen = np.array(batch.last_tokens()) if head_rows is None else head_rows
         tokens = batch.ids.numel()
         counts, starts = np.array(batch.counts), np.array(batch.starts)
         owners = np.repeat(np.arange(counts.size), counts)
@@ -228,7 +241,7 @@ class NativeForward:
         writes[np.isin(owners, batch.unwritten)] = 0
         columns = {
             "ids": batch.ids.numpy(),
-            "head_rows": np.array(batch.last_tokens()),
+            "head_rows": chosen,
             "rows": np.array(batch.rows)[owners],
             "positions": positions,
             "writes": writes,
@@ -242,7 +255,7 @@ class NativeForward:
         assert tables.dtype == torch.int64, "block ids are int64"
         return Step(
             tokens=batch.ids.numel(),
-            head_count=len(batch.chosen),
+            head_count=columns["head_rows"].size,
             tables=tables.data_ptr(),
             cosines=self._cosines.data_ptr(),
             sines=self._sines.data_ptr(),
@@ -260,7 +273,20 @@ class NativeForward:
         n = logits.shape[0]
         return Peaks(self._buffers.best[:n].clone(), self._buffers.finite[:n] != 0)
 
+    @property
+    def most_again(self) -> int:
+        """See `Forward`; as many rows of logits as steps have, so that it takes no memory."""
+        return self._buffers.rows
+
+    def again(self, tokens: Sequence[int]) -> Tensor:
+        """See `Forward`. The residual stream of the last step still stands in its buffer."""
+        assert self._last is not None, "again() follows logits()"
+        assert len(tokens) <= self._buffers.rows, f"{len(tokens)} tokens, room for fewer"
+        self.run(self._last, self._head_ops, np.array(tokens, np.int64))
+        return self._buffers.logits[: len(tokens), : self._model.spec.vocab_size]
+
     def close(self) -> None:
         """End the pool; drop weights and buffers."""
         self.pool.close()
         del self._model, self._weights, self._store, self._buffers, self._recorder, self._ops
+        del self._head_ops, self._last

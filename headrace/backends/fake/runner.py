@@ -4,6 +4,8 @@ Its "KV" is real enough to be wrong: every slot holds the token computed there a
 that chains all tokens up to it, so that a wrong table, a stale block, a missing copy or a block
 that is reused too early changes what comes next (and with `verify` is found on the spot).
 
+Log-probabilities are those of its own distribution; see `fake.logprobs`.
+
 Vocabulary of 259: ids 0..255 are bytes, 256 <|endoftext|>, 257 <|im_start|>, 258 <|im_end|>.
 `fake.model` says how a token follows from a state.
 """
@@ -14,11 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
 from headrace.engine.protocol import Capacity, Masks, StepCost
-from headrace.messages import Join, Output, StepPlan, StepResult
+from headrace.messages import Join, Logprobs, Output, StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
+_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 
 
 class _Row:
@@ -40,6 +44,9 @@ class FakeTicket:
     def __init__(self, runner: FakeRunner, plan: StepPlan, states: list[int]) -> None:
         self.plan = plan
         self.states = states  # [forward row] state after its last token
+        self.traces: dict[int, list[int]] = {}  # forward row -> state after each of its tokens
+        self.logprobs: list[Logprobs | None] = []
+        self.prompts: list[list[Logprobs]] = []
         self.touched: set[int] = set()  # blocks that the step reads or writes
         self.tokens: list[int] | None = None
         self.ready_s = 0.0
@@ -56,7 +63,13 @@ class FakeTicket:
         """The tokens, once the modelled time has passed. See `engine.protocol.Ticket`."""
         assert self.tokens is not None, f"result of step {self.plan.step} before its finish"
         self._runner._await(self)
-        return StepResult(self.plan.step, self.tokens, busy_s=self.busy_s)
+        return StepResult(
+            self.plan.step,
+            self.tokens,
+            busy_s=self.busy_s,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompts,
+        )
 
 
 class FakeRunner:
@@ -126,8 +139,10 @@ class FakeRunner:
             self._copy(source, target)
             ticket.touched |= {source, target}
         unwritten = set(plan.unwritten)
+        ticket.traces = {i: [] for i, _, _ in plan.prompts}
         for i in range(len(plan.rows)):
-            ticket.states.append(self._forward(plan, i, i not in unwritten))
+            trace = ticket.traces.get(i)
+            ticket.states.append(self._forward(plan, i, i not in unwritten, trace))
             end = plan.starts[i] + plan.counts[i]
             blocks = self._rows[plan.rows[i]].blocks[: -(-end // self._block_size)]
             ticket.touched.update(blocks)
@@ -165,10 +180,12 @@ class FakeRunner:
         self._states[b : b + size] = self._states[a : a + size]
         self._tokens[b : b + size] = self._tokens[a : a + size]
 
-    def _forward(self, plan: StepPlan, i: int, writes: bool) -> int:
-        """Compute forward row i; returns the state after its last token."""
+    def _forward(self, plan: StepPlan, i: int, writes: bool, trace: list[int] | None) -> int:
+        """Compute forward row i; returns the state after its last token, `trace` gets all."""
         row, start, count = self._rows[plan.rows[i]], plan.starts[i], plan.counts[i]
-        assert plan.outputs[i] in (Output.NONE, Output.SAMPLE), f"output {plan.outputs[i]}"
+        assert plan.outputs[i] in _OFFERED, f"output {plan.outputs[i]}"
+        reports = plan.outputs[i] == Output.PROMPT_LOGPROBS
+        assert reports == (trace is not None), "a prompt's report without its output, or without it"
         assert count > 0, "a forward row without tokens"
         assert start + count <= self._capacity.max_model_len, "past max_model_len"
         ids = plan.ids[i]
@@ -187,6 +204,8 @@ class FakeRunner:
         for position, token in enumerate(ids, start):
             assert 0 <= token < VOCAB_SIZE, f"token id {token}"
             state = advance(state, token)
+            if trace is not None:
+                trace.append(state)
             slot = self._slot(row, position)
             if writes:
                 self._states[slot], self._tokens[slot] = state, token
@@ -202,12 +221,24 @@ class FakeRunner:
         plan = ticket.plan
         tokens: list[int] = []
         for source, target in zip(plan.draw_from, plan.draw_into, strict=True):
-            assert plan.outputs[source] == Output.SAMPLE, "a draw from a row without logits"
+            assert plan.outputs[source] != Output.NONE, "a draw from a row without logits"
             row = self._rows[target]
             position = plan.starts[source] + plan.counts[source]
             state, join = ticket.states[source], row.join
             row.last = draw(state, join.sampling, join.choice, position, self._eos)
             tokens.append(row.last)
+            if (count := join.sampling.logprobs) >= 0:
+                ticket.logprobs += [None] * (len(tokens) - 1 - len(ticket.logprobs))
+                ticket.logprobs.append(report(state, row.last, count, self._eos))
+        if ticket.logprobs:
+            ticket.logprobs += [None] * (len(tokens) - len(ticket.logprobs))
+        for i, count, after in plan.prompts:
+            ids = plan.ids[i]
+            assert ids is not None, "a prompt is known"
+            targets = ids[1:] + ([after] if after >= 0 else [])
+            states = ticket.traces[i][: len(targets)]
+            pairs = zip(states, targets, strict=True)
+            ticket.prompts.append([report(s, t, count, self._eos) for s, t in pairs])
         ticket.busy_s = self._modelled_s(plan)
         self._free_s = max(self._free_s, self._clock()) + ticket.busy_s
         ticket.ready_s = self._free_s
