@@ -29,6 +29,7 @@ samplings = st.builds(
     top_k=st.sampled_from([0, 3]),
     top_p=st.sampled_from([0.5, 1.0]),
     seed=st.integers(0, 2**64 - 1),
+    logprobs=st.sampled_from([-1, -1, 0, 3]),
 )
 
 
@@ -104,6 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
                 cache_salt=shape.choice(["", "", "", "s"]),
                 adapter=shape.choice(["", "", "", "a"]),
                 stop_ids=shape.choice([[], [EOS], [EOS, ord("e")]]),
+                prompt_logprobs=shape.choice([-1, -1, -1, 0, 2]),
             )
 
     @rule(turns=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.5, 2.0]))
