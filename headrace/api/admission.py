@@ -20,6 +20,8 @@ def admit(service: Service, request: Generation) -> EngineInfo:
     most = min(MAX_N, info.max_num_seqs)
     if (request.n or 1) > most:
         raise InvalidRequest(f"n = {request.n} is over {most}", param="n")
+    if request.width > most:
+        raise InvalidRequest(f"best_of = {request.best_of} is over {most}", param="best_of")
     if request.priority and service.settings.scheduling_policy != "priority":
         raise InvalidRequest(
             "priority other than 0 needs a server with --scheduling-policy priority",

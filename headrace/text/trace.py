@@ -113,14 +113,18 @@ def _whole(raw: bytes, size: int, chars: int) -> bool:
     return len(raw[size:].decode("utf-8", "replace")) + chars == len(raw.decode("utf-8", "replace"))
 
 
-def prompt_spans(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> tuple[list[Span], str]:
+def prompt_spans(
+    tokenizer: Tokenizer, ids: Sequence[int], text: str | None
+) -> tuple[list[Span], str]:
     """The spans of a prompt, and the text that they add up to.
 
-    text: what the caller gave; "" for ids. It comes back unless the tokenizer changes texts. What
-    the tokenizer puts before every text is not shown, other special tokens are.
+    text: what the caller gave; None: it gave ids. It comes back unless the tokenizer changes texts.
+    What the tokenizer puts before every text is not shown, other special tokens are.
     """
     prefix = tokenizer.prefix_ids
-    hidden = len(prefix) if text and prefix and list(ids[: len(prefix)]) == prefix else 0
+    hidden = len(prefix) if text is not None and list(ids[: len(prefix)]) == prefix else 0
+    if text == "":
+        hidden = len(ids)  # an empty prompt is begun for the model's sake
     spans, shown = _spans_of(tokenizer, ids, hidden)
     if hidden and shown != text:
         plain = _spans_of(tokenizer, ids, 0)  # the text itself may begin with the prefix

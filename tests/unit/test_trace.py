@@ -107,7 +107,9 @@ def test_names_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("text", ["\n7. Dana owns 30", "hello hello", " ", "é漢😀", "<s> hello"])
+@pytest.mark.parametrize(
+    "text", ["", "\n7. Dana owns 30", "hello hello", " ", "é漢😀", "<s> hello"]
+)
 def test_prompts_add_up_to_what_was_given(name: str, text: str) -> None:  # B021
     """Tokens of an echoed prompt, without what the tokenizer puts before every text."""
     tokenizer = KINDS[name]
@@ -118,6 +120,6 @@ def test_prompts_add_up_to_what_was_given(name: str, text: str) -> None:  # B021
     if tokenizer.table is not None:  # others change texts
         unknown = shown != text
         assert not unknown or tokenizer.decode(ids) != text
-    spans, shown = prompt_spans(tokenizer, ids, "")
+    spans, shown = prompt_spans(tokenizer, ids, None)
     check(shown, spans)
     assert shown == tokenizer.decode(ids, skip_special=False)
