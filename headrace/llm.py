@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import random
 import secrets
 import sys
@@ -22,7 +23,7 @@ import msgspec
 from headrace import config, launch
 from headrace.asked import output_tokens, sampling
 from headrace.errors import EngineDead, InvalidRequest, by_code
-from headrace.messages import Abort, Done, End, Finish, Reason, Submit
+from headrace.messages import Abort, Done, End, Finish, Logprobs, Reason, Submit
 from headrace.params import SamplingParams
 from headrace.progress import Bar
 from headrace.sources.card import read_card
@@ -49,6 +50,9 @@ class Completion(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     cached_tokens: int = 0  # prompt tokens that the prefix cache held
     error: str = ""  # this prompt alone failed in the engine: why
+    logprobs: list[Logprobs] | None = None  # one a token, where asked for
+    cumulative_logprob: float | None = None  # their sum; also of the choices of best_of
+    prompt_logprobs: list[Logprobs | None] | None = None  # None first, then one a token
 
 
 class _Choice:
@@ -57,16 +61,37 @@ class _Choice:
     def __init__(self, completion: Completion, text: ChoiceText) -> None:
         self.completion, self.text = completion, text
         self.ended = False  # later tokens are the overrun of a stop string
+        self.said: list[Logprobs] = []  # of each of its tokens
+
+    def conclude(self, reports: bool) -> None:
+        """The last tokens came; those past a stop string do not count."""
+        counted, completion = self.text.n_tokens, self.completion
+        del completion.token_ids[counted:]
+        if self.said:
+            del self.said[counted:]
+            completion.cumulative_logprob = math.fsum(one.logprob for one in self.said)
+        completion.logprobs = self.said if reports else None
 
 
 class _Job:
     """One prompt: what is submitted for it, and its choices as they come."""
 
-    def __init__(self, submit: Submit, choices: list[_Choice]) -> None:
-        self.submit, self.choices = submit, choices
+    def __init__(self, submit: Submit, choices: list[_Choice], params: SamplingParams) -> None:
+        self.submit, self.choices, self.params = submit, choices, params
+        self.said: list[Logprobs | None] = [None]  # of the prompt's tokens
         self.done: Done | None = None  # its terminal message
         self.tokens = 0  # received so far, all choices
         self.fresh: list[str] = []  # text of choice 0 that `stream` has not handed on
+
+    def shown(self) -> list[Completion]:
+        """The n choices that the caller gets; of more, those likeliest a token, best first."""
+        found = [choice.completion for choice in self.choices]
+        if len(found) > self.params.n:
+            found.sort(key=_mean_logprob, reverse=True)
+            found = found[: self.params.n]
+            for index, completion in enumerate(found):
+                completion.index = index
+        return found
 
     def __lt__(self, other: _Job) -> bool:
         return self.submit.handle < other.submit.handle
@@ -147,8 +172,10 @@ class LLM:
         Closing the generator aborts the request. Needs n = 1. Raises as `generate` does, at the
         call; and a HeadraceError from the generator when the engine fails the request.
         """
-        if params is not None and params.n != 1:
-            raise InvalidRequest(f"n = {params.n}: a stream has one choice", param="n")
+        for name in ("n", "best_of"):
+            if params is not None and getattr(params, name) not in (None, 1):
+                asked = getattr(params, name)
+                raise InvalidRequest(f"{name} = {asked}: a stream has one choice", param=name)
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             conversation = cast(Sequence[Message], prompt)
             jobs = self._prepare(self._render(conversation, template), params, None, "messages")
@@ -242,18 +269,23 @@ class LLM:
             max_tokens=output_tokens(
                 self.info, len(prompt), params.max_tokens or default, param, what=f"prompt {at}"
             ),
-            sampling=sampling(
-                params,
-                self._card,
-                self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            sampling=msgspec.structs.replace(
+                sampling(
+                    params,
+                    self._card,
+                    self._seeds.getrandbits(64) if params.seed is None else params.seed,
+                ),
+                logprobs=_reports(params),
             ),
             stop_ids=sorted(stop_ids),
-            n=params.n,
+            n=params.width,
             priority=params.priority,
             cache_salt=params.cache_salt,
             arrived_s=time.monotonic(),
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
-        return _Job(submit, [self._choice(at, index, prompt, params) for index in range(params.n)])
+        choices = [self._choice(at, index, prompt, params) for index in range(params.width)]
+        return _Job(submit, choices, params)
 
     def _choice(self, at: int, index: int, prompt: list[int], params: SamplingParams) -> _Choice:
         text = ChoiceText(
@@ -268,10 +300,11 @@ class LLM:
     def _check(self, params: SamplingParams) -> None:
         if params.stops:
             self._tokenizer.need_text("stop")
-        if params.n > self.info.max_num_seqs:
-            raise InvalidRequest(
-                f"n = {params.n} is over max_num_seqs = {self.info.max_num_seqs}", param="n"
-            )
+        for name, many in (("n", params.n), ("best_of", params.width)):
+            if many > self.info.max_num_seqs:
+                raise InvalidRequest(
+                    f"{name} = {many} is over max_num_seqs = {self.info.max_num_seqs}", param=name
+                )
         if params.priority and self.settings.scheduling_policy != "priority":
             raise InvalidRequest(
                 "priority needs LLM(..., scheduling_policy='priority')", param="priority"
@@ -291,7 +324,7 @@ class LLM:
             while not all(job.done for job in jobs):
                 step()
                 bar.show(sum(j.done is not None for j in jobs), sum(j.tokens for j in jobs))
-        return [choice.completion for job in jobs for choice in job.choices]
+        return [completion for job in jobs for completion in job.shown()]
 
     def _pieces(self, job: _Job) -> Generator[str, None, None]:
         with self._feeding([job]) as step:
@@ -342,6 +375,12 @@ class LLM:
         news: dict[tuple[int, int], list[int]] = {key: [] for key in ends}
         for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
             news.setdefault((handle, choice), []).append(token)
+        for piece in out.prompt_logprobs:
+            self._live[piece.handle].said += piece.entries
+        for handle, choice, one in zip(out.handles, out.choices, out.logprobs, strict=False):
+            at = self._live[handle].choices[choice]
+            if one is not None and not at.ended:
+                at.said.append(one)
         for (handle, choice), tokens in news.items():
             self._hear(self._live[handle], choice, tokens, ends.get((handle, choice)))
         return [job for done in out.dones if (job := self._settle(done))]
@@ -357,7 +396,7 @@ class LLM:
         if heard.finish is not None:
             at.ended = True
             at.completion.finish_reason = heard.finish
-            del at.completion.token_ids[at.text.n_tokens :]
+            at.conclude(job.params.logprobs is not None)
         if heard.overrun:
             self._engine.finish(OWNER, Finish(job.submit.handle, choice, at.text.n_tokens))
         at.completion.text += heard.text
@@ -372,10 +411,25 @@ class LLM:
         job.done = done
         for choice in job.choices:
             choice.completion.cached_tokens = done.cached_tokens
+            if job.submit.prompt_logprobs >= 0 and not done.error:
+                choice.completion.prompt_logprobs = job.said
             if done.error:
                 choice.completion.finish_reason = "error"
                 choice.completion.error = f"{done.error}: {done.message}"
         return None
+
+
+def _reports(params: SamplingParams) -> int:
+    """As Sampling.logprobs; a choice among several needs its tokens' log-probabilities."""
+    if params.logprobs is not None:
+        return params.logprobs
+    return 0 if params.width > params.n else -1
+
+
+def _mean_logprob(completion: Completion) -> float:
+    if completion.cumulative_logprob is None:
+        return -math.inf  # it failed
+    return completion.cumulative_logprob / max(1, len(completion.token_ids))
 
 
 def _check_messages(conversation: Any) -> None:

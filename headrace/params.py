@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from headrace.errors import InvalidRequest
 
+Report = Annotated[int, Meta(ge=0, le=20)]
 Unit = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -35,6 +36,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     priority: int = 0  # needs scheduling_policy="priority"
     cache_salt: str = ""
+    logprobs: Report | None = None  # beside each token, how many of the likeliest; None = nothing
+    prompt_logprobs: Report | None = None  # the same of the prompt, from its second token on
+    best_of: Annotated[int, Meta(ge=1)] | None = None  # draw as many, keep the n likeliest a token
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -46,6 +50,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{name} = {value!r}: {why}", param=name) from None
         if self.stop == "":
             raise InvalidRequest("stop = '': a stop string cannot be empty", param="stop")
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"best_of = {self.best_of} is under n = {self.n}", param="best_of")
+
+    @property
+    def width(self) -> int:
+        """Choices that are drawn for each prompt."""
+        return max(self.n, self.best_of or 1)
 
     @property
     def stops(self) -> list[str]:
