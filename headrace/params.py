@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -41,13 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None  # draw as many, keep the n likeliest a token
 
     def __post_init__(self) -> None:
-        for name, hint in _hints().items():
-            value = getattr(self, name)
-            try:
-                msgspec.convert(value, hint)
-            except msgspec.ValidationError as error:
-                why = str(error).split(" - at `")[0]
-                raise InvalidRequest(f"{name} = {value!r}: {why}", param=name) from None
+        _check_types(self)
         if self.stop == "":
             raise InvalidRequest("stop = '': a stop string cannot be empty", param="stop")
         if self.best_of is not None and self.best_of < self.n:
@@ -63,6 +57,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How `LLM.beam_search` searches; `headrace.beams` says what each means.
+
+    Raises InvalidRequest naming the field for a value of the wrong type or out of range.
+    """
+
+    beam_width: Annotated[int, Meta(ge=1, le=10)]
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    n: Annotated[int, Meta(ge=1)] | None = None  # beams returned; None = all
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: Report | None = None
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.n is not None and self.n > self.beam_width:
+            raise InvalidRequest(f"n = {self.n} is over the {self.beam_width} beams", param="n")
+
+
+def _check_types(params: msgspec.Struct) -> None:
+    for name, hint in _hints(type(params)).items():
+        value = getattr(params, name)
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            why = str(error).split(" - at `")[0]
+            raise InvalidRequest(f"{name} = {value!r}: {why}", param=name) from None
+
+
 @functools.cache
-def _hints() -> Mapping[str, Any]:
-    return typing.get_type_hints(SamplingParams, include_extras=True)
+def _hints(kind: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)

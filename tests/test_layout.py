@@ -35,16 +35,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
-    "api": BASE | {"text", "engine", "sources", "observe", "asked"},
+    "api": BASE | {"text", "engine", "sources", "observe", "asked", "beams"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors"},
     "asked": BASE | {"sources"},
+    "beams": {"messages"},
+    "completion": BASE | {"text", "params"},
     "progress": set(),
-    "llm": BASE | {"launch", "text", "engine", "sources", "params", "progress", "asked"},
+    "llm": BASE
+    | {"launch", "text", "engine", "sources", "params", "progress", "asked", "beams", "completion"},
     "launch": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
-    "__init__": {"llm", "params"},
+    "__init__": {"llm", "params", "completion"},
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
 NO_TORCH = {"api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}

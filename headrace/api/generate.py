@@ -14,12 +14,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.api.answer import Answer, Choice, Reply
+from headrace.api.beams import BeamStream
 from headrace.api.exchange import exchange_of
 from headrace.api.logprobs import Reporter
 from headrace.api.prepare import Prepared
 from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import Chunks, EventStream, watch_client
+from headrace.engine.client import TokenStream
 from headrace.errors import ShuttingDown
 
 log = logging.getLogger("headrace.api")
@@ -56,7 +58,7 @@ async def respond(
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
     )
     headers = ignored(unknown)
-    tokens = service.client.submit(prepared.jobs, exchange.arrived_s)
+    tokens = start(service, prepared, exchange.arrived_s)
     answer = Answer(service, prepared, tokens)
     reporter = Reporter(service.tokenizer, skip_special=prepared.skip_special)
     if body.stream:
@@ -78,6 +80,13 @@ async def respond(
         "usage": answer.usage(),
     }
     return Response(encode_json(content), headers=headers, media_type="application/json")
+
+
+def start(service: Service, prepared: Prepared, arrived_s: float) -> TokenStream:
+    """Submit, or begin a search."""
+    if prepared.beams is None:
+        return service.client.submit(prepared.jobs, arrived_s)
+    return BeamStream(service.client, prepared.jobs, prepared.beams, prepared.n, arrived_s)
 
 
 async def whole_answer(

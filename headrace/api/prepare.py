@@ -20,6 +20,7 @@ from headrace.api.schemas import (
 )
 from headrace.api.service import Service
 from headrace.asked import output_tokens, sampling
+from headrace.beams import BeamRules
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
 from headrace.messages import EngineInfo
@@ -58,6 +59,7 @@ class Prepared(msgspec.Struct, frozen=True):
     shown: Shown = Shown()
     width: int = 0  # choices that are drawn, of which the n best are shown; 0 = n
     echo_only: bool = False  # max_tokens = 0: the one token that an engine draws is not shown
+    beams: BeamRules | None = None  # how to search, instead of drawing
 
     @property
     def drawn(self) -> int:
@@ -256,7 +258,9 @@ def _prepared(
         token_ids=bool(request.return_token_ids),
         echo=spans or [],
     )
-    ranked = request.width > (request.n or 1)
+    beams = _beams(request)
+    width = request.n or 1 if beams else request.width
+    ranked = width > (request.n or 1)
     reports = max(shown.top, 0 if ranked else -1)
     stop_ids = list(request.stop_token_ids or ())
     if not request.ignore_eos:
@@ -274,7 +278,7 @@ def _prepared(
                 logprobs=reports,
             ),
             stop_ids=stop_ids,
-            n=request.width,
+            n=width,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             prompt_logprobs=max(shown.prompt_top, shown.top if shown.echo else -1),
@@ -292,8 +296,21 @@ def _prepared(
         include_stop=bool(request.include_stop_str_in_output),
         echo=echo or [],
         shown=shown,
-        width=request.width,
+        width=width,
         echo_only=limit == 0,
+        beams=beams,
+    )
+
+
+def _beams(request: Generation) -> BeamRules | None:
+    """The search that is asked for. As OpenAI's ancestors had it, best_of is a width too."""
+    if not request.use_beam_search:
+        return None
+    penalty, early = request.length_penalty, request.early_stopping
+    return BeamRules(
+        width=request.width,
+        length_penalty=1.0 if penalty is None else penalty,
+        early_stopping=False if early is None else early,
     )
 
 

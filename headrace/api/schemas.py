@@ -71,8 +71,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Choices that are drawn for each prompt; the n best of them are shown."""
-        return max(self.n or 1, self.best_of or 1)
+        """Choices (or beams) of each prompt in the engine; the n best of them are shown."""
+        beams = self.beam_width if self.use_beam_search else None
+        return beams or max(self.n or 1, self.best_of or 1)
 
     @property
     def top_count(self) -> int:
@@ -289,7 +290,7 @@ def _check_beams(request: Generation) -> None:
             if value is not None and not _same(value, nothing):
                 raise InvalidRequest(f"{name} needs use_beam_search = true", param=name)
         return
-    width = request.beam_width or request.width
+    width = request.width
     if not (request.n or 1) <= width <= MAX_BEAMS:
         raise InvalidRequest(
             f"{width} beams: n = {request.n or 1} to {MAX_BEAMS} are possible", param="beam_width"

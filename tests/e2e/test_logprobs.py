@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from openai import OpenAI
 
 from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, advance, root
+from headrace.beams import BeamRules, BeamSearch
 from tests.e2e.serving import Server
 
 HELLO = [{"role": "user", "content": "Grüße 😀"}]
@@ -292,3 +294,67 @@ def test_usage_of_every_chunk_counts_up(server: Server, n: int) -> None:  # B087
     whole = post(server, "/v1/chat/completions", body)
     assert counts == sorted(counts)
     assert counts[-1] == whole["usage"]["completion_tokens"]
+
+
+def computed(server: Server) -> float:
+    """Prompt tokens that no cache held, so far."""
+    server.wait_idle()
+    return server.metric("headrace_prompt_tokens_total") - server.metric(
+        "headrace_cached_tokens_total"
+    )
+
+
+def beams_of(prompt: list[int], rules: BeamRules, max_tokens: int) -> BeamSearch:
+    """The search on the fake model itself, without an engine."""
+    search = BeamSearch(prompt, rules, max_tokens, [END_OF_TURN])
+    while not search.done:
+        search.feed([expected(known, [0], 2 * rules.width)[0] for known in search.prompts])
+    return search
+
+
+@pytest.mark.parametrize("early", [False, True, "never"])
+def test_beams(server: Server, early: Any) -> None:
+    """Those of the model itself; an engine with a prefix cache computes little more than once."""
+    prompt = "search " * 12
+    before = computed(server)
+    body = {
+        "prompt": prompt,
+        "use_beam_search": True,
+        "n": 2,
+        "beam_width": 4,
+        "max_tokens": 9,
+        "length_penalty": 0.5,
+        "early_stopping": early,
+        "temperature": 0,
+        "logprobs": 2,
+        "return_token_ids": True,
+    }
+    answer = post(server, "/v1/completions", body)
+    want = beams_of(list(prompt.encode()), BeamRules(4, 0.5, early), 9).best(2)
+    for choice, beam in zip(answer["choices"], want, strict=True):
+        assert choice["token_ids"] == beam.tokens
+        assert choice["finish_reason"] == beam.reason
+        assert choice["text"] == bytes(t for t in beam.tokens if t < 256).decode()
+        assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(beam.total)
+        assert "".join(choice["logprobs"]["tokens"]).startswith(choice["text"])
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == sum(len(beam.tokens) for beam in want)
+    steps = max(len(beam.tokens) for beam in want) + 1
+    assert computed(server) - before <= len(prompt) + 4 * 16 * steps, "a block a beam and step"
+    chat = {"messages": HELLO, **{k: v for k, v in body.items() if k not in ("prompt", "logprobs")}}
+    said = post(server, "/v1/chat/completions", chat)
+    beams = beams_of(said["prompt_token_ids"], BeamRules(4, 0.5, early), 9).best(2)
+    assert [choice["token_ids"] for choice in said["choices"]] == [beam.tokens for beam in beams]
+
+
+def test_a_client_that_leaves_a_search_frees_the_engine(server: Server) -> None:
+    body = json.dumps({
+        "prompt": "long", "use_beam_search": True, "n": 8, "max_tokens": 400, "ignore_eos": True,
+    })  # fmt: skip
+    with pytest.raises(TimeoutError):
+        server.request("POST", "/v1/completions", body.encode(), timeout_s=0.2)
+    server.wait_idle()
+    steps = server.metric("headrace_steps_total")
+    time.sleep(0.3)
+    assert server.metric("headrace_steps_total") == steps, "the search goes on without its client"
+    assert post(server, "/v1/completions", {"prompt": "next", "max_tokens": 2})["choices"]

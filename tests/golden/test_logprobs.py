@@ -6,16 +6,18 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from headrace.beams import BeamRules, BeamSearch
 from headrace.bench.naive_model import hf_model
 from headrace.config import Settings
 from headrace.engine.loop import Engine
 from headrace.kv.cache import KVCache
 from headrace.messages import Logprobs, Sampling, Submit
+from headrace.sampling.logprobs import report
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import load_tokenizer
 from tests.devices import load
@@ -26,7 +28,7 @@ CLOSE = 1e-4
 
 
 class Told:
-    """What an engine says of requests: tokens and reports of (handle, choice), prompts of handle."""
+    """What an engine says: tokens and reports of each (handle, choice), prompts of each handle."""
 
     def __init__(self, engine: Engine, submits: Sequence[Submit]) -> None:
         self.tokens: dict[tuple[int, int], list[int]] = {}
@@ -137,3 +139,43 @@ def test_default_model(default_model: ModelFiles, backend: str, oracle: Any) -> 
     engine.close()
     entries = told.prompts[1] + told.said[1, 0]
     check(oracle, prompt[:1], prompt[1:] + told.tokens[1, 0], entries)
+
+
+@pytest.mark.parametrize(
+    ("width", "penalty", "early"),
+    [(3, 1.0, False), (4, 0.0, True), (5, 2.0, "never"), (2, -0.5, False)],
+)
+@torch.inference_mode()
+def test_beams_are_those_of_transformers(
+    width: int, penalty: float, early: bool | Literal["never"], tmp_path: Path
+) -> None:
+    """The same hypotheses, scores and order, from the same logits."""
+    model, _ = tiny_model("llama-gqa", tmp_path)
+    ends = [3, 17, 40, 77]
+    for prompt in ([5, 9, 60], [1, 2, 3, 4, 100]):
+        search = BeamSearch(prompt, BeamRules(width, penalty, early), 10, ends)
+        while not search.done:
+            logits = model(torch.tensor(search.prompts)).logits[:, -1].float()
+            search.feed(report(logits, [0] * len(logits), [2 * width] * len(logits)))
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=10,
+            length_penalty=penalty,
+            early_stopping=early,
+            eos_token_id=ends,
+            pad_token_id=0,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        for beam, row, score in zip(
+            search.best(width), out.sequences, out.sequences_scores, strict=True
+        ):
+            wanted = row[len(prompt) :].tolist()
+            assert beam.tokens == wanted[: len(beam.tokens)]
+            assert set(wanted[len(beam.tokens) :]) <= {0, ends[0]}, "nothing but padding"
+            mine = beam.total / math.pow(len(beam.tokens), penalty)
+            assert math.isclose(mine, float(score), abs_tol=CLOSE)
