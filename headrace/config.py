@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from headrace.draws import parse_defaults
 from headrace.errors import ConfigError
 
 ENV_PREFIX = "HEADRACE_"
@@ -43,8 +44,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     engine: Literal["headrace", "naive"] = "headrace"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"
     cpu_kernels: Literal["auto", "native", "torch"] = "auto"
     cpu_precision: Literal["auto", "exact", "fast"] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = "auto"
     max_model_len: Natural = 0
     max_num_seqs: Natural = 0
     max_num_batched_tokens: Natural = 0
@@ -70,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     restart: bool = False
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    default_sampling: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
 
@@ -83,16 +87,20 @@ HELP: Mapping[str, str] = {
     "engine": "headrace, or naive: one transformers generate() at a time, the yardstick",
     "dtype": "type of weights and activations; auto follows the checkpoint and the processor",
     "load_format": "auto reads the checkpoint's weights; dummy draws random ones",
+    "quantization": "cpu backend, native kernels: int8 or int4 quantises a float checkpoint's "
+    "matrices as they are loaded; a packed GGUF file stays as it is packed",
     "cpu_kernels": "cpu backend: native (C++, built once, packed weights) or torch; auto = native "
     "if there is a compiler",
     "cpu_precision": "native kernels: activations float (exact) or int8 (fast) before products "
     "with quantised weights; auto = fast unless dtype is float32",
+    "kv_dtype": "cpu backend: type of the KV cache, int8 with a scale for each token and head; "
+    "auto: bfloat16 with int8 activations, else as dtype",
     "max_model_len": "longest prompt + output in tokens; 0 = what the model and the KV cache allow",
     "max_num_seqs": "sequences that run at once; 0 = what suits the backend",
     "max_num_batched_tokens": "tokens computed in one step, decodes first, the rest for prefill; "
     "0 = what suits the backend",
-    "itl_target_ms": "longest step while sequences decode, in milliseconds: prompts wait for it; "
-    "0 = no limit; auto: from the card",
+    "itl_target_ms": "longest step while sequences decode, in milliseconds: prompts wait for it, "
+    "except a burst of more prompts than sequences decode; 0 = no limit; auto: from the card",
     "block_size": "tokens in a KV block",
     "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory",
     "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "
@@ -116,6 +124,8 @@ HELP: Mapping[str, str] = {
     "restart": "start the engine again when it dies, instead of ending the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",
+    "default_sampling": "sampling of requests that do not say, before the model's own: "
+    "temperature=0.7,top_p=0.9",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
 }
@@ -186,6 +196,7 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
     settings = msgspec.convert(values, Settings)
     if settings.kv_blocks and settings.kv_memory:
         raise ConfigError("kv_blocks and kv_memory exclude each other: set one", param="kv_blocks")
+    parse_defaults(settings.default_sampling)
     if settings.kv_memory:
         parse_bytes(settings.kv_memory, "kv_memory")
     if settings.api_workers != "auto" and not re.fullmatch(r"[1-9]\d*", settings.api_workers):

@@ -85,6 +85,7 @@ def build_engine(
         vocab_size=facts.vocab_size,
         block_size=facts.block_size,
         kv_blocks=facts.kv_blocks[0],
+        kernels=facts.kernels,
     )
 
 

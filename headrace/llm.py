@@ -20,9 +20,10 @@ from typing import Any, Self, cast
 import msgspec
 
 from headrace import config, launch
-from headrace.asked import output_tokens, sampling
+from headrace.asked import Sampler, output_tokens
 from headrace.beams import Beam, BeamRules, BeamSearch
 from headrace.completion import Choice, Completion, Job
+from headrace.draws import parse_defaults
 from headrace.errors import EngineDead, InvalidRequest, RequestFailed, by_code
 from headrace.messages import Abort, Done, End, Finish, Logprobs, Submit
 from headrace.params import BeamParams, SamplingParams
@@ -64,6 +65,8 @@ class LLM:
             files, self._card, optional=self.settings.load_format == "dummy"
         )
         self._template = ChatTemplate(self._card)
+        server = parse_defaults(self.settings.default_sampling)
+        self._sampler = Sampler(self._card, server, self._tokenizer)
         self._engine, self.info = launch.build_engine(self.settings, files, _quiet)
         self._handles = itertools.count()
         self._live: dict[int, Job] = {}
@@ -265,13 +268,16 @@ class LLM:
             handle=next(self._handles),
             prompt=prompt,
             max_tokens=output_tokens(
-                self.info, len(prompt), params.max_tokens or default, param, what=f"prompt {at}"
+                self.info,
+                len(prompt),
+                params.max_tokens or default,
+                param,
+                what=f"prompt {at}",
+                min_tokens=params.min_tokens,
             ),
             sampling=msgspec.structs.replace(
-                sampling(
-                    params,
-                    self._card,
-                    self._seeds.getrandbits(64) if params.seed is None else params.seed,
+                self._sampler.sampling(
+                    params, self.info.vocab_size, sorted(stop_ids), self._seeds.getrandbits(64)
                 ),
                 logprobs=_reports(params),
             ),
@@ -298,6 +304,7 @@ class LLM:
             params.skip_special_tokens,
             params.include_stop_str_in_output,
             prompt_tail=prompt[-8:],
+            min_tokens=params.min_tokens or 0,
         )
         return Choice(Completion(prompt_index=at, index=index, prompt_token_ids=prompt), text)
 

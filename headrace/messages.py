@@ -192,6 +192,16 @@ class TokenOut(msgspec.Struct, array_like=True):
     prompt_logprobs: list[PromptLogprobs] = []
 
 
+class KernelsInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What computes, and why: labels of a metric."""
+
+    backend: str
+    kernels: str  # native or torch
+    isa: str  # the instruction set, such as avx512
+    precision: str  # fast or exact, as the setting cpu_precision
+    reason: str  # of the choice; where something lacks, what to do about it
+
+
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     """What an API process must know of a loaded engine to refuse what can never run."""
 
@@ -200,6 +210,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     vocab_size: int  # legal ids are 0 <= id < vocab_size
     block_size: int
     kv_blocks: int
+    kernels: KernelsInfo | None = None  # None: the backend has no choice of them
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True):

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import typing
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headrace.draws import Draws, hints
 from headrace.errors import InvalidRequest
 
 Report = Annotated[int, Meta(ge=0, le=20)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to draw, and when to stop. None: the model's own default, then OpenAI's.
+class SamplingParams(Draws, frozen=True, kw_only=True):
+    """How to draw (the fields of `Draws`), and when to stop.
+
+    None: what LLM(default_sampling=...) says, then the model's own default, then OpenAI's. A seed
+    of None: a new one each time.
 
     Raises InvalidRequest naming the field for a value of the wrong type or out of range.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None  # generate: 16; chat: what still fits
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # 0 = greedy
-    top_k: Annotated[int, Meta(ge=-1)] | None = None  # 0 and -1 = off
-    top_p: Unit | None = None
-    min_p: Unit | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # None: a new one each time
     n: Annotated[int, Meta(ge=1)] = 1  # choices a prompt
-    stop: str | list[Annotated[str, Meta(min_length=1)]] = []
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
+    stop: str | list[Annotated[str, Meta(min_length=1)]] = msgspec.field(default_factory=list)
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -68,7 +63,7 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1)] | None = None  # beams returned; None = all
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     early_stopping: bool | Literal["never"] = False
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = msgspec.field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: Report | None = None
@@ -81,15 +76,10 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_types(params: msgspec.Struct) -> None:
-    for name, hint in _hints(type(params)).items():
+    for name, hint in hints(type(params)).items():
         value = getattr(params, name)
         try:
             msgspec.convert(value, hint)
         except msgspec.ValidationError as error:
             why = str(error).split(" - at `")[0]
             raise InvalidRequest(f"{name} = {value!r}: {why}", param=name) from None
-
-
-@functools.cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)

@@ -32,7 +32,7 @@ from headrace.runner import pack
 from headrace.runner.checkpoint import GgufFile
 from headrace.sources.resolve import resolve
 
-KINDS = ("embed", "quantise", "linear", "gated", "rotate", "attend", "peaks")
+KINDS = ("embed", "quantise", "linear", "gated", "rotate", "attend", "peaks", "gather")
 BLOCK, PREFILL = 16, 512
 
 
@@ -41,7 +41,8 @@ def name_of(op: Op) -> str:
     kind = KINDS[op.kind]
     if op.kind not in (abi.LINEAR, abi.GATED):
         return kind
-    return f"{kind} {op.parts[0].contents.columns}->{op.width}"
+    of = " of head" if op.flags & abi.OF_HEAD else ""
+    return f"{kind} {op.parts[0].contents.columns}->{op.width}{of}"
 
 
 def load(path: Path, threads: int, exact: bool, rows: int, context: int) -> NativeForward:

@@ -74,6 +74,7 @@ class Answer:
                     prepared.include_stop,
                     prompt_tail=job.prompt[-8:],
                     traced=self.traced,
+                    min_tokens=prepared.min_tokens,
                 ),
             )
             for position, job in enumerate(prepared.jobs)

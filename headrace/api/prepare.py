@@ -19,7 +19,7 @@ from headrace.api.schemas import (
     Tokenize,
 )
 from headrace.api.service import Service
-from headrace.asked import output_tokens, sampling
+from headrace.asked import output_tokens
 from headrace.beams import BeamRules
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
@@ -60,6 +60,7 @@ class Prepared(msgspec.Struct, frozen=True):
     width: int = 0  # choices that are drawn, of which the n best are shown; 0 = n
     echo_only: bool = False  # max_tokens = 0: the one token that an engine draws is not shown
     beams: BeamRules | None = None  # how to search, instead of drawing
+    min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
 
     @property
     def drawn(self) -> int:
@@ -261,22 +262,26 @@ def _prepared(
     beams = _beams(request)
     width = request.n or 1 if beams else request.width
     ranked = width > (request.n or 1)
-    reports = max(shown.top, 0 if ranked else -1)
     stop_ids = list(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_ids = sorted({*stop_ids, *service.eos_ids})
+    sampling = msgspec.structs.replace(
+        service.sampler.sampling(request, info.vocab_size, stop_ids, 0),
+        logprobs=max(shown.top, 0 if ranked else -1),
+    )
     jobs = [
         Job(
             prompt=prompt,
-            max_tokens=output_tokens(info, len(prompt), 1 if limit == 0 else limit, param),
-            sampling=msgspec.structs.replace(
-                sampling(
-                    request,
-                    service.card,
-                    service.draw_seed() if request.seed is None else request.seed,
-                ),
-                logprobs=reports,
+            max_tokens=output_tokens(
+                info,
+                len(prompt),
+                1 if limit == 0 else limit,
+                param,
+                min_tokens=request.min_tokens,
             ),
+            sampling=sampling
+            if request.seed is not None
+            else msgspec.structs.replace(sampling, seed=service.draw_seed()),
             stop_ids=stop_ids,
             n=width,
             priority=request.priority or 0,
@@ -299,6 +304,7 @@ def _prepared(
         width=width,
         echo_only=limit == 0,
         beams=beams,
+        min_tokens=request.min_tokens or 0,
     )
 
 

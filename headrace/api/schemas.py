@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from headrace.draws import Draws
 from headrace.errors import InvalidRequest
 
 MAX_N = 128  # choices a prompt
@@ -28,7 +29,6 @@ MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit of /v1/completions
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -40,16 +40,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None  # asks for padding: we never pad
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completions share. None means: not given."""
+class Generation(Draws, frozen=True, kw_only=True):
+    """What chat and completions share, beside the fields of `Draws`. None means: not given."""
 
     model: str | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # 0 and -1 = off
-    min_p: Unit | None = None
-    seed: Int64 | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
@@ -173,11 +168,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "min_tokens": (None, 0),
     "suffix": (None, ""),
     "audio": (None,),
     "modalities": (None, ["text"]),
@@ -190,8 +180,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
     "truncate_prompt_tokens": (None,),
     "documents": (None, []),
     "chat_template": (None,),

@@ -11,7 +11,9 @@ import msgspec
 from starlette.requests import Request
 
 from headrace import __version__
+from headrace.asked import Sampler
 from headrace.config import Settings
+from headrace.draws import parse_defaults
 from headrace.engine.client import EngineClient, TokenStream
 from headrace.errors import NotFound
 from headrace.messages import Done
@@ -46,6 +48,7 @@ class Service:
         facts = f"{__version__} {name} {settings.backend} {settings.dtype}"
         self.fingerprint = "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10]
         self.eos_ids = list(card.eos_ids)
+        self.sampler = Sampler(card, parse_defaults(settings.default_sampling), tokenizer)
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 
     def draw_seed(self) -> int:

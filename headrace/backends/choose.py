@@ -23,11 +23,14 @@ from headrace.errors import ConfigError
 
 # Settings that a backend would have to ignore.
 _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
-    "fake": ("dtype", "load_format", "kv_memory", "threads", "gpu_memory_utilization"),
+    "fake": (
+        "dtype", "load_format", "quantization", "kv_dtype", "kv_memory", "threads",
+        "gpu_memory_utilization",
+    ),
     "cpu": ("gpu_memory_utilization",),
-    "cuda": ("threads", "cpu_kernels", "cpu_precision"),
-}
-_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.042, 4
+    "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),
+}  # fmt: skip
+_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.043, 5
 _WITHOUT_GPU = "no NVIDIA GPU found"
 
 
@@ -151,8 +154,8 @@ def resolve_max_num_batched_tokens(settings: Settings, backend: str) -> Resolved
 def resolve_itl_target_s(settings: Settings, cost: StepCost | None) -> Resolved[float]:
     """The longest step, in seconds, while sequences decode; 0 = no limit.
 
-    `cost` is what the loaded runner knows of its steps. auto: four times the step that only reads
-    the weights, so that prompts get about three quarters of the time, in bounds that readers of a
+    `cost` is what the loaded runner knows of its steps. auto: five times the step that only reads
+    the weights, so that prompts get about four fifths of the time, in bounds that readers of a
     stream do not feel. Raises ConfigError for a limit that nothing could keep: without a cost.
     """
     if settings.itl_target_ms != "auto":

@@ -115,6 +115,8 @@ class NaiveEngine:
             return "invalid_request", f"prompt ids must lie in [0, {self._vocab_size})"
         if message.adapter:
             return "invalid_request", "the naive engine has no adapters"
+        if beyond := _beyond(message):
+            return "invalid_request", f"the naive engine has no {beyond}"
         if longest > self._max_model_len:
             return "context_length_exceeded", (
                 f"{len(message.prompt)} prompt tokens and {message.max_tokens} output tokens do "
@@ -340,11 +342,29 @@ def hugging_face(model: Any, threads: int = 0) -> Callable[..., None]:
     return generate
 
 
+def _beyond(message: Submit) -> str:
+    """What `generate()` cannot do as asked; "" if nothing."""
+    s, repetition = message.sampling, message.sampling.repetition
+    others = repetition and (repetition.frequency, repetition.presence, repetition.window)
+    wanted = {
+        "rules for tokens": s.rules,
+        "frequency or presence penalty, or penalty window": others and any(others),
+        "DRY": s.dry,
+        "LZ penalty": s.lz,
+        "top_n_sigma": s.top_n_sigma > 0,
+        "log-probabilities": s.logprobs >= 0 or message.prompt_logprobs >= 0,
+        "grammar": message.grammar,
+    }
+    return next((name for name, asked in wanted.items() if asked), "")
+
+
 def _generation_config(
     transformers: Any, max_tokens: int, sampling: Sampling, stop_ids: list[int]
 ) -> Any:
+    repetition = sampling.repetition
     shape = {
         "max_new_tokens": max_tokens,
+        "repetition_penalty": 1.0 if repetition is None else repetition.repetition,
         "eos_token_id": list(stop_ids) or None,
         "pad_token_id": 0,  # never used: one row has no padding
     }
@@ -356,6 +376,7 @@ def _generation_config(
         top_k=sampling.top_k,  # 0 = off, there too
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        typical_p=max(1e-9, sampling.typical_p),  # it keeps one token, but refuses 0
         **shape,
     )
 
@@ -401,6 +422,7 @@ def build_naive(
 def refuse(settings: Settings) -> None:
     """Raise ConfigError for a setting that the naive engine would have to ignore."""
     keys = ["kv_blocks", "kv_memory", "block_size", "scheduling_policy", "load_format", "overlap"]
+    keys += ["quantization", "kv_dtype"]
     config.refuse(
         settings, "engine = naive", keys if settings.backend == "cpu" else [*keys, "backend"]
     )

@@ -2,7 +2,10 @@
 
 `StaticBudget` counts tokens alone. `CostBudget` also keeps the predicted time of a step below the
 target for the time between two tokens (ITL) while something decodes: so prompts that arrive in a
-storm cost those that decode at most that much. Both look at the plan alone, never at a clock.
+storm cost those that decode at most that much. A burst is no storm: a step that gives more
+sequences their first token than it keeps waiting for the next may take as long as it needs. Each
+of them then draws tokens of its own, so that under one gap in a hundred is a long one where answers
+have a hundred tokens and more. Both look at the plan alone, never at a clock.
 """
 
 from __future__ import annotations
@@ -13,23 +16,28 @@ from typing import Protocol
 
 from headrace.engine.protocol import StepCost
 
+CRUMB_SHARE = 16  # less than one part in this many of a step is no beginning for a longer prompt
+
 
 class Budget(Protocol):
     """One object for all steps: `begin`, then a `grant` for each chunk while it is `open`."""
 
     open: bool  # another chunk of this step may get tokens
 
-    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+    def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """A new step. `decodes`: positions of its decode rows, a token each.
 
-        waiting: a sequence past its prompt is left out of this step for want of memory.
+        stalled: a sequence past its prompt is left out of this step for want of memory.
+        prompts: sequences that have drawn no token, admitted or waiting; `tokens`: of all of them,
+        those that are to compute before.
         """
 
     def grant(self, start: int, wanted: int) -> int:
         """Tokens that the next chunk gets: `wanted` of them or fewer, from position `start` on.
 
         A chunk that gets fewer closes the budget; it may get none. The first chunk of a step gets
-        at least one token where the budget was open.
+        at least one token where the budget was open. What is left of a step behind other chunks is
+        not spent on a crumb of a longer prompt: that would only cut it once more.
         """
 
 
@@ -41,29 +49,40 @@ def budget_for(cost: StepCost | None, max_tokens: int, target_s: float) -> Budge
     return CostBudget(cost, max_tokens, target_s)
 
 
+def _is_crumb(left: int, wanted: int, max_tokens: int) -> bool:
+    return left < wanted and left * CRUMB_SHARE < max_tokens
+
+
 class StaticBudget:
-    """As many tokens as a step may hold."""
+    """As many tokens as a step may hold, less a crumb."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._left = 0
+        self._granted = False  # a chunk of this step has tokens
         self.open = False
 
-    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+    def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """See `Budget`."""
         self._left = self._max_tokens - len(decodes)
+        self._granted = False
         self.open = self._left > 0
 
     def grant(self, start: int, wanted: int) -> int:
         """See `Budget`."""
+        if self._granted and _is_crumb(self._left, wanted, self._max_tokens):
+            self.open = False
+            return 0
         count = min(wanted, self._left)
         self._left -= count
+        self._granted = True
         self.open = self._left > 0
         return count
 
 
 class CostBudget:
-    """As many tokens as fit below `target_s` seconds; `StaticBudget`'s while nothing decodes.
+    """As many tokens as fit below `target_s` seconds; `StaticBudget`'s while nothing decodes, and
+    while more prompts of the mean length fit a step than sequences decode.
 
     Progress: whatever the prediction says, a step takes at least one tile of prompt tokens, and as
     many more as fill the last tile, as far as max_tokens allows. No prompt starves, however many
@@ -78,21 +97,30 @@ class CostBudget:
         self._pairs = 0.0  # as StepCost.seconds has them
         self._reads = 0
         self._sure_tokens = 0  # of the step: up to here no prediction is asked
+        self._whole = StaticBudget(max_tokens)  # of a step that has no limit
+        self._limited = False
         self.open = False
 
-    def begin(self, decodes: Sequence[int], *, waiting: bool) -> None:
+    def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """See `Budget`."""
         tile = self._cost.tile
         self._tokens = len(decodes)
         self._pairs = 0.0
         self._reads = sum(decodes) + len(decodes)  # position p reads p + 1 tokens
         least = -(-(len(decodes) + tile) // tile) * tile
-        decoding = bool(decodes) or waiting
-        self._sure_tokens = min(least, self._max_tokens) if decoding else self._max_tokens
+        self._sure_tokens = min(least, self._max_tokens)
+        room = self._max_tokens - len(decodes)
+        firsts = prompts * room // tokens if tokens > room else prompts  # that the step could hold
+        self._limited = stalled or (bool(decodes) and firsts <= len(decodes))
+        self._whole.begin(decodes, stalled=stalled, prompts=prompts, tokens=tokens)
         self.open = self._tokens < self._max_tokens
 
     def grant(self, start: int, wanted: int) -> int:
         """See `Budget`."""
+        if not self._limited:
+            count = self._whole.grant(start, wanted)
+            self.open = self._whole.open
+            return count
         most = min(wanted, self._max_tokens - self._tokens)
         count = min(most, max(0, self._sure_tokens - self._tokens))
         if count < most:

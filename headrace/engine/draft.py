@@ -72,13 +72,16 @@ class Draft:
     def join(self, sequence: Sequence) -> None:
         """The sequence takes its device row."""
         submit = sequence.request.submit
+        sampling = submit.sampling
         self.joins.append(
             Join(
                 sequence.row,
-                submit.sampling,
+                sampling,
                 sequence.choice,
                 [sequence.table.blocks.copy()],
                 submit.adapter,
+                sequence.prompt_tokens,
+                sequence.tokens.copy() if sampling.needs_history else [],
             )
         )
 

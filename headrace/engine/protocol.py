@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.stats import EngineStats
-from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
+from headrace.messages import Abort, Finish, KernelsInfo, StepPlan, StepResult, Submit, TokenOut
 
 
 class StepCost(msgspec.Struct, frozen=True):
@@ -64,6 +64,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens of one sequence, prompt and output
     vocab_size: int  # draws are always < vocab_size (padding of the output layer is masked)
     cost: StepCost | None = None  # None: the time of a step is not known beforehand
+    kernels: KernelsInfo | None = None  # None: the backend has no choice of them
 
 
 class Masks(NamedTuple):

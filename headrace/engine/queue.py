@@ -23,13 +23,14 @@ class Entry(NamedTuple):
     number: int
     since_s: float
     rows: int
+    tokens: int
     sequence: Sequence
 
 
 class WaitQueue:
     """The waiting sequences, in two orders: by key, and by the time they began to wait."""
 
-    __slots__ = ("_by_key", "_by_time", "_live", "_pushed", "rows")
+    __slots__ = ("_by_key", "_by_time", "_live", "_pushed", "rows", "tokens")
 
     def __init__(self) -> None:
         self._by_key: list[Entry] = []
@@ -37,6 +38,7 @@ class WaitQueue:
         self._live = 0
         self._pushed = 0
         self.rows = 0  # device rows that all waiting sequences would take
+        self.tokens = 0  # of all their prompts, and of what they drew before a preemption
 
     def __len__(self) -> int:
         return self._live
@@ -45,12 +47,14 @@ class WaitQueue:
         """The sequence waits from `now` on. `now` never falls from call to call."""
         assert sequence.ticket is None, "a sequence waits twice"
         self._pushed += 1
-        entry = Entry(sequence.key, self._pushed, now, sequence.request.rows, sequence)
+        rows, tokens = sequence.request.rows, sequence.base
+        entry = Entry(sequence.key, self._pushed, now, rows, tokens, sequence)
         sequence.ticket = entry
         heappush(self._by_key, entry)
         self._by_time.append(entry)
         self._live += 1
-        self.rows += entry.rows
+        self.rows += rows
+        self.tokens += tokens
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence waits no longer: admitted, or ended."""
@@ -59,6 +63,7 @@ class WaitQueue:
         sequence.ticket = None
         self._live -= 1
         self.rows -= entry.rows
+        self.tokens -= entry.tokens
         if len(self._by_key) + len(self._by_time) > 4 * self._live + SWEEP_AT:
             self._sweep()
 

@@ -99,7 +99,13 @@ class Scheduler:
         draft = Draft()
         prefills = self._decode(draft, now)
         draft.close_decodes()
-        self.budget.begin(draft.starts, waiting=draft.stalled)
+        left = sum(s.base - s.planned for s in prefills)
+        self.budget.begin(
+            draft.starts,
+            stalled=draft.stalled,
+            prompts=len(prefills) + len(self.queue),
+            tokens=left + self.queue.tokens,
+        )
         self._prefill(draft, prefills, now)
         if not draft.rows:
             assert not draft.joins, "admitted without a token to compute"

@@ -281,6 +281,8 @@ def run(
             post = Post(context, folder, engine, settings.api_timeout_s)
             name = settings.served_model_name or "default"
             metrics = EngineMetrics(name, info.block_size, registry)
+            if info.kernels is not None:
+                metrics.describe_kernels(msgspec.structs.asdict(info.kernels))
             metrics.update(engine.stats())
             pulser.ready(info)
             _loop(stopper, pulser, post, engine, metrics)

@@ -41,6 +41,37 @@ def rms_norm_kernel(
     tl.store(out + at + k, (y * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["eps"])
+def inverse_rms_kernel(x, out, eps, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr) -> None:
+    """Grid (tokens,)."""
+    pdl.release(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    pdl.wait(PDL)
+    y = tl.load(x + token * K + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out + token, tl.rsqrt(tl.sum(y * y, axis=0) / K + eps))
+
+
+def inverse_rms(x: Tensor, eps: float, *, out: Tensor, with_pdl: bool = False) -> Tensor:
+    """x [T, K] -> out [T] float32: what RMSNorm multiplies a row by before its weight."""
+    tokens, k = x.shape
+    check_output(x, (tokens, k))
+    check_output(out, (tokens,))
+    assert out.dtype == torch.float32, "a factor is float32"
+    if tokens == 0:
+        return out
+    block = triton.next_power_of_2(k)
+    launch(inverse_rms_kernel, (tokens,), x, out, eps,
+        K=k, BK=block, num_warps=min(16, max(1, block // 512)), **pdl.options(with_pdl),
+    )  # fmt: skip
+    return out
+
+
+def inverse_rms_reference(x: Tensor, eps: float) -> Tensor:
+    """The same in float64."""
+    return (x.double().square().mean(dim=-1) + eps).rsqrt()
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor,

@@ -10,12 +10,14 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import check_output, check_scale
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=COLUMNS)
 def rotary_write_kernel(
     qkv,
+    scale,
+    bias,
     rows,
     positions,
     writes,
@@ -26,6 +28,8 @@ def rotary_write_kernel(
     k,
     v,
     width,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -46,6 +50,14 @@ def rotary_write_kernel(
     source = (token * ALL + head[:, None]) * D + i[None, :]
     low = tl.load(qkv + source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(qkv + source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        factor = tl.load(scale + token)
+        low *= factor
+        high *= factor
+    if BIASED:
+        column = head[:, None] * D + i[None, :]
+        low += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        high += tl.load(bias + column + HALF, mask=mask, other=0.0).to(tl.float32)
     position = tl.load(positions + token)
     turned = mask & (head < HEADS + KV_HEADS)[:, None]  # values are not
     angle = position.to(tl.int64) * HALF + i
@@ -104,6 +116,8 @@ def rotary_write(
     v: Tensor,
     heads: int,
     *,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
     out: Tensor | None = None,
     with_pdl: bool = False,
 ) -> Tensor:
@@ -111,11 +125,15 @@ def rotary_write(
 
     cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
     layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
-    Turned in float32, rounded once.
+    Turned in float32, rounded once. Before that a row is multiplied by scale [T] float32 and gets
+    bias [(heads + 2 kv_heads) d], where they are given.
     """
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
     every = heads + 2 * kv_heads
     check_output(qkv, (tokens, every * d))
+    check_scale(scale, tokens)
+    if bias is not None:
+        check_output(bias, (every * d,))
     check_paged(columns, cos, sin, k, v, tokens, qkv.dtype)
     q = torch.empty(tokens, heads, d, dtype=qkv.dtype, device=qkv.device) if out is None else out
     check_output(q, (tokens, heads, d))
@@ -124,8 +142,10 @@ def rotary_write(
     lanes = triton.next_power_of_2(d // 2)
     group = max(1, min(triton.next_power_of_2(every), 1024 // lanes))
     launch(rotary_write_kernel, (tokens, triton.cdiv(every, group)),
-        qkv, columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
+        qkv, qkv if scale is None else scale, qkv if bias is None else bias,
+        columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
         columns.tables.stride(0),
+        SCALED=scale is not None, BIASED=bias is not None,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,
         num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
@@ -140,10 +160,14 @@ def rotary_write_reference(
     k: Tensor,
     v: Tensor,
     heads: int,
+    *,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The same in float64 (k and v are written in their own dtype): q [T, heads, d]."""
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
-    parts = qkv.double().view(tokens, -1, d)
+    rows = qkv.double() if scale is None else qkv.double() * scale.double()[:, None]
+    parts = (rows if bias is None else rows + bias.double()).view(tokens, -1, d)
     turned, values = parts.split((heads + kv_heads, kv_heads), dim=1)
     positions = columns.positions.long()
     c, s = cos.double()[positions][:, None], sin.double()[positions][:, None]

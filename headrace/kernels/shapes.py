@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -9,3 +10,10 @@ def check_output(out: Tensor, shape: tuple[int, ...]) -> None:
     """Of that shape, row after row."""
     assert out.shape == shape, f"{tuple(out.shape)} instead of {shape}"
     assert out.is_contiguous(), "rows lie one after another"
+
+
+def check_scale(scale: Tensor | None, tokens: int) -> None:
+    """A factor for each token, or none."""
+    if scale is not None:
+        check_output(scale, (tokens,))
+        assert scale.dtype == torch.float32, "factors are float32"

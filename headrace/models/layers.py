@@ -38,20 +38,32 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+
+    folded: `weight` is 1, for the matrix behind the norm holds it; see `Decoder.fold_norms`.
+    """
+
+    folded = False
 
     def __init__(self, hidden: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = _unset(hidden, dtype=dtype)
         self.hidden, self.eps = hidden, eps
 
+    def fold_into(self, linear: Linear) -> None:
+        """Multiply the columns of `linear`, each product rounded once, and leave 1 here."""
+        linear.weight.mul_(self.weight)
+        self.weight.fill_(1)
+        self.folded = True
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.hidden,), self.weight, self.eps)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32. `factors` is applied by `Rotary`, which holds the tensor."""
-    base = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """[head_dim / 2] float32, on the CPU. `Rotary`, which holds the tensor, applies `factors`."""
+    # Not where the model is: on the meta device this would import torch's compiler (3 s, 80 MB).
+    base = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (rope.theta**base)
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -70,7 +82,8 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         super().__init__()
-        self.register_buffer("frequencies", inverse_frequencies(rope, head_dim), persistent=False)
+        frequencies = inverse_frequencies(rope, head_dim).to(torch.get_default_device())
+        self.register_buffer("frequencies", frequencies, persistent=False)
         stored = rope.kind == "factors"
         self.factors = _unset(head_dim // 2, dtype=torch.float32) if stored else None
 
@@ -116,8 +129,13 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.ffn = SwiGLU(spec.hidden, spec.ffn, dtype)
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, ops: Ops, *, last: bool = False) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; of the last layer [n, hidden], see `Ops.narrow`."""
         q = ops.qkv(self.index, x, self.attn_norm, self.qkv)
+        if last:
+            x, q = ops.narrow(x, q)
+            if not x.shape[0]:  # K and V are written, and nobody waits for more
+                return x
         x = ops.add_linear(x, ops.attend(self.index, q), self.out)
         return ops.add_mlp(x, self.ffn_norm, self.ffn)
 
@@ -135,11 +153,21 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec.rope, spec.head_dim)
 
     def forward(self, ops: Ops) -> Tensor:
-        """One step -> [T, hidden], before the last norm."""
+        """One step -> [n, hidden] of the tokens that `Ops.narrow` leaves, before the last norm."""
         x = ops.embed(self.embed)
         for block in self.blocks:
-            x = block(x, ops)
+            x = block(x, ops, last=block is self.blocks[-1])
         return x
+
+    @torch.inference_mode()
+    def fold_norms(self) -> None:
+        """Put the weights of the layers' norms into the matrices behind them: what is left of a
+        norm is a factor for each token, which a product may get afterwards. The last norm stays:
+        its matrix may be the embedding."""
+        for block in self.blocks:
+            assert isinstance(block, Block), "a decoder is made of blocks"
+            block.attn_norm.fold_into(block.qkv)
+            block.ffn_norm.fold_into(block.ffn.gate_up)
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
         """x [n, hidden] -> [n, vocab_size]. Rows that only pad the vocabulary are left out: every

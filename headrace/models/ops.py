@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class Ops(Protocol):
     """One step's arithmetic. A returned tensor is valid until the next call of the same method.
 
+    Which tokens' logits are wanted belongs to the object too; T is n after `narrow`.
+
     `x` is the residual stream; methods that add to it may do so in place and return it.
     """
 
@@ -28,6 +30,12 @@ class Ops(Protocol):
 
     def qkv(self, layer: int, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
         """Norm, q, k and v, rotary -> q [T, heads, d]. k and v go to the KV cache."""
+
+    def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], q of `qkv` -> x [n, hidden], q: from here on the step is the n tokens
+        whose logits are wanted, in that order, or all T where that is as cheap. Comes once, after
+        the `qkv` of the last layer: of the other tokens only its K and V are ever read. n may be 0;
+        then nothing more is asked."""
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Each token over its sequence up to itself -> [T, heads * d]."""

@@ -43,7 +43,7 @@ _NEEDS = {  # as Linux names them
     "avx2": {"avx2", "fma", "f16c"},
     "neon": {"asimddp"},
 }
-_PER_SET = ("linear", "attention", "elementwise", "table")
+_PER_SET = ("linear", "attention", "elementwise", "quantise", "table")
 _ONCE = ("pack", "pool", "dispatch")
 
 

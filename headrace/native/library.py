@@ -12,7 +12,7 @@ from typing import Any
 from headrace.native.build import Unavailable, build
 
 # Kinds and flags of an Op; types of KV caches.
-EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS = range(7)
+EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS, GATHER = range(8)
 ADD, OF_HEAD, EXACT = 1, 2, 4
 KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8}
 BLOCK, TILE = 32, 16  # columns of a block, rows of a tile
@@ -100,6 +100,9 @@ class Library:
         self.pack_rows = library.hr_pack_rows
         self.pack_rows.argtypes = [c_int32, c_int32, c_void_p, c_int32, c_void_p, c_void_p]
         self.pack_rows.restype = None
+        self.quantise_rows = library.hr_quantise_rows
+        self.quantise_rows.argtypes = [c_int32] * 3 + [c_void_p, c_int32, c_void_p, c_char_p]
+        self.quantise_rows.restype = c_int32
         self.pool_new = library.hr_pool_new
         self.pool_new.argtypes = [c_int32, c_void_p, c_int32, c_char_p]
         self.pool_new.restype = c_void_p

@@ -8,13 +8,28 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import ModelError
-from headrace.native.library import Library, Matrix
+from headrace.native.library import BLOCK, Library, Matrix
 
 PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml type -> torch's name
 _CHUNK_BYTES = 32 * 2**20
 _ALIGN_BYTES = 64
 
 Bytes = npt.NDArray[np.uint8]
+
+# ggml types that `quantise` makes -> bytes of a block of 32 columns.
+Q4_1, Q8_0 = 3, 8
+_BLOCK_BYTES = {Q4_1: 20, Q8_0: 34}
+
+
+def zeros(size_bytes: int) -> Bytes:
+    """Zeros from the system, not from the heap: a page takes memory only once it is written."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    # Private: Linux gives shared memory no huge pages unless it is set up to.
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 class Arena:
@@ -29,10 +44,7 @@ class Arena:
         """`size_bytes` zeros, aligned to 64; they live as long as the array does."""
         padded = -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         if padded > self._left.size:
-            chunk = mmap.mmap(-1, max(padded, self._chunk_bytes))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                chunk.madvise(mmap.MADV_HUGEPAGE)
-            self._left = np.frombuffer(chunk, np.uint8)
+            self._left = zeros(max(padded, self._chunk_bytes))
         taken, self._left = self._left[:size_bytes], self._left[padded:]
         self.used_bytes += size_bytes
         return taken
@@ -67,3 +79,26 @@ class PackedMatrix:
             targets.ctypes.data,
             self.memory.ctypes.data,
         )
+
+
+def quantise(
+    library: Library, ggml_type: int, source: int, raw: Bytes, columns: int, isa: str = ""
+) -> Bytes:
+    """Plain floats to quantised rows, both as GGUF stores them. `columns`: a multiple of 32.
+
+    raw [n, bytes of a row of type `source`] -> uint8 [n, bytes of a row of `ggml_type`]. Q8_0: the
+    scale is the largest magnitude of a block over 127. Q4_1: scale and minimum of least squares.
+    """
+    out = np.empty((raw.shape[0], columns // BLOCK * _BLOCK_BYTES[ggml_type]), np.uint8)
+    raw = np.ascontiguousarray(raw)
+    done = library.quantise_rows(
+        ggml_type,
+        source,
+        columns,
+        raw.ctypes.data,
+        raw.shape[0],
+        out.ctypes.data,
+        isa.encode(),
+    )
+    assert done, f"type {source} to type {ggml_type}, {columns} columns"
+    return out

@@ -106,6 +106,7 @@ class EngineMetrics:
             "vllm:cache_config_info", "always 1; the labels hold the facts", registry,
             ["model_name", "block_size", "num_gpu_blocks"],
         )  # fmt: skip
+        self._registry = registry
         self._by_label = [
             ("finished", _Labelled(
                 "headrace_requests_finished", "requests that the engine ended, by reason",
@@ -117,6 +118,14 @@ class EngineMetrics:
             )),
         ]  # fmt: skip
         self._last: dict[str, int] = {}
+
+    def describe_kernels(self, labels: Mapping[str, str]) -> None:
+        """What computes and why; `labels` are the fields of `messages.KernelsInfo`."""
+        gauge = _gauge(
+            "headrace_kernels_info", "always 1; the labels say what computes and why",
+            self._registry, ["model_name", *labels],
+        )  # fmt: skip
+        gauge.labels(self._model_name, *labels.values()).set(1)
 
     def update(self, stats: Stats) -> None:
         """Write what changed since the last call."""

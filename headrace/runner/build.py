@@ -19,8 +19,15 @@ from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import ledger, weights
-from headrace.runner.build_cpu import kv_dtype, load_decoder, make_runner, resolve_kernels
-from headrace.runner.checkpoint import Checkpoint, dtypes_of, open_checkpoint
+from headrace.runner.build_cpu import (
+    kernels_info,
+    kv_dtype,
+    load_decoder,
+    make_pool,
+    make_runner,
+    resolve_kernels,
+)
+from headrace.runner.checkpoint import PLAIN_DTYPES, Checkpoint, dtypes_of, open_checkpoint
 from headrace.runner.phase import Report, phase
 from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
@@ -112,21 +119,23 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
             head_dim=spec.head_dim,
             dtype=dtype,
         )
+    pool = make_pool(settings, loaded.kernels)
     capacity = Capacity(
         kv_blocks=[blocks.value],
         block_size=settings.block_size,
         max_rows=settings.max_num_seqs,
         max_model_len=length.value,
         vocab_size=spec.vocab_size,
+        kernels=kernels_info(loaded.kernels, pool),
     )
     activations = ledger.Line(
         "activations",
-        ledger.activation_bytes(settings, spec, dtype, length.value),
+        ledger.activation_bytes(settings, spec, facts.dtype.value, length.value),
         f"estimate for a step of {settings.max_num_batched_tokens} tokens",
     )
     info = _info(capacity, loaded.weights, dtype, facts, blocks, length, [activations])
     info.ledger.insert(0, f"{'kernels':13} {loaded.kernels}")
-    return make_runner(settings, loaded, store, capacity), info
+    return make_runner(settings, loaded, store, capacity, pool), info
 
 
 def _info(
@@ -171,6 +180,13 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     wanted = ledger.wanted_model_len(settings, spec)
     checkpoint = None if settings.load_format == "dummy" else open_checkpoint(files)
     stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
+    packed = [] if checkpoint is None else sorted(stored - PLAIN_DTYPES)
+    if settings.quantization != "none" and packed:
+        raise ConfigError(
+            f"quantization = {settings.quantization}: {files.path.name} is packed already "
+            f"({', '.join(packed)})",
+            param="quantization",
+        )
     if settings.backend == "cuda":
         dtype = ledger.resolve_gpu_dtype(settings, stored)
     else:

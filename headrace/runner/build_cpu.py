@@ -14,6 +14,7 @@ from headrace.backends.cpu.native import NativeForward
 from headrace.config import Settings
 from headrace.engine.protocol import Capacity
 from headrace.errors import ConfigError
+from headrace.messages import KernelsInfo
 from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec
@@ -48,11 +49,32 @@ class Loaded(msgspec.Struct, frozen=True):
     weights: ledger.Line
 
 
+def kernels_info(kernels: Kernels, pool: Pool | None) -> KernelsInfo:
+    """The same for /metrics. `pool`: what runs native kernels, None where torch computes."""
+    return KernelsInfo(
+        "cpu",
+        "native" if pool else "torch",
+        pool.isa if pool else torch.backends.cpu.get_cpu_capability().lower(),
+        "exact" if kernels.exact else "fast",
+        kernels.reason,
+    )
+
+
 def resolve_kernels(settings: Settings) -> Kernels:
     """Native kernels if asked for, or if `auto` finds them. Builds the library at its first use.
 
-    Raises ConfigError if they are asked for and cannot be had.
+    Raises ConfigError if they, or what only they can do, are asked for and cannot be had.
     """
+    kernels = _choose(settings)
+    if kernels.library is None and settings.quantization != "none":
+        raise ConfigError(
+            f"quantization = {settings.quantization} needs native kernels, and here is {kernels}",
+            param="quantization",
+        )
+    return kernels
+
+
+def _choose(settings: Settings) -> Kernels:
     if settings.cpu_kernels == "torch":
         if settings.cpu_precision == "fast":
             raise ConfigError("cpu_precision = fast needs native kernels", param="cpu_precision")
@@ -71,10 +93,22 @@ def resolve_kernels(settings: Settings) -> Kernels:
 
 
 def kv_dtype(settings: Settings, kernels: Kernels, dtype: torch.dtype) -> torch.dtype:
-    """The KV cache's type: the model's, but native kernels widen bfloat16 on any processor."""
-    if kernels.library is not None and not kernels.exact and settings.dtype == "auto":
-        return torch.bfloat16
-    return dtype
+    """The KV cache's type: the model's, but native kernels widen bfloat16 on any processor.
+
+    Raises ConfigError for one that only native kernels take.
+    """
+    if settings.kv_dtype == "auto":
+        widened = kernels.library is not None and not kernels.exact and settings.dtype == "auto"
+        return torch.bfloat16 if widened else dtype
+    wanted: torch.dtype = getattr(torch, settings.kv_dtype)
+    if kernels.library is None and wanted != dtype:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"kv_dtype = {settings.kv_dtype} with dtype = {name} needs native kernels, and here "
+            f"is {kernels}",
+            param="kv_dtype",
+        )
+    return wanted
 
 
 def load_decoder(
@@ -93,33 +127,53 @@ def load_decoder(
     arena = Arena()
     if checkpoint is None:
         model = plain(torch.float32)
-        packed = pack.pack_parameters(model, kernels.library, arena)
-        return Loaded(model, kernels, packed, ledger.weights_line(model.parameters()))
+        packed = pack.pack_parameters(
+            model, kernels.library, arena, quantization=settings.quantization
+        )
+        return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
     module = module_of(spec.architecture)
     with torch.device("meta"):
         model = module.build(spec, torch.float32)
     pack.shell(model, spec)
-    packed = pack.load(model, module.slots(spec), checkpoint, kernels.library, arena)
-    vectors = [p for p in model.parameters() if not p.is_meta]
+    packed = pack.load(
+        model,
+        module.slots(spec),
+        checkpoint,
+        kernels.library,
+        arena,
+        quantization=settings.quantization,
+        threads=settings.threads or device.cores(),
+    )
+    return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
+
+
+def _weights_line(model: Decoder, arena: Arena, packed: pack.Packed) -> ledger.Line:
+    vectors = [p for p in model.parameters() if p.ndim == 1]
     size_bytes = arena.used_bytes + sum(p.numel() * p.element_size() for p in vectors)
     count = sum(p.numel() for p in model.parameters())
-    line = ledger.Line("weights", size_bytes, f"{count / 1e6:.1f} M parameters, packed")
-    return Loaded(model, kernels, packed, line)
+    note = f"{count / 1e6:.1f} M parameters, {pack.describe(packed)}"
+    return ledger.Line("weights", size_bytes, note)
+
+
+def make_pool(settings: Settings, kernels: Kernels) -> Pool | None:
+    """The threads of native kernels; None where torch computes."""
+    if kernels.library is None:
+        return None
+    return Pool(kernels.library, settings.threads or device.cores())
 
 
 def make_runner(
-    settings: Settings, loaded: Loaded, store: KvStore, capacity: Capacity
+    settings: Settings, loaded: Loaded, store: KvStore, capacity: Capacity, pool: Pool | None
 ) -> TorchRunner:
-    """The runner over a loaded decoder; it owns the threads that compute."""
-    threads = settings.threads or device.cores()
-    library, packed = loaded.kernels.library, loaded.packed
-    if library is None or packed is None:
+    """The runner over a loaded decoder; it takes the pool (see `make_pool`)."""
+    if pool is None or loaded.packed is None:
+        threads = settings.threads or device.cores()
         return TorchRunner(TorchForward(loaded.model, store), store, capacity, threads)
     forward: Forward = NativeForward(
         loaded.model,
-        packed,
+        loaded.packed,
         store,
-        Pool(library, threads),
+        pool,
         positions=table_width(capacity) * capacity.block_size,
         rows=capacity.max_rows,
         exact=loaded.kernels.exact,

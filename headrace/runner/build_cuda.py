@@ -118,6 +118,8 @@ def build_runner(
 
     Raises ConfigError where the memory does not hold a block.
     """
+    if model.dtype == torch.bfloat16:  # float16 has no room for products of what is not normed
+        model.fold_norms()
     device = torch.device("cuda", card.index)
     plan = Plan(
         max_rows=settings.max_num_seqs,

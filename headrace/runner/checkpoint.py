@@ -18,6 +18,7 @@ from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
 
 _SAFETENSORS_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PLAIN_DTYPES = frozenset(_SAFETENSORS_TYPES.values())
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -71,7 +72,7 @@ class SafetensorsFolder:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis."""
-        if self.tensors[name].dtype not in _SAFETENSORS_TYPES.values():
+        if self.tensors[name].dtype not in PLAIN_DTYPES:
             raise ModelError(f"tensor {name}: type {self.tensors[name].dtype} is not supported")
         rows: Tensor = self._files[name].get_slice(name)[start:stop]
         return rows
@@ -122,7 +123,7 @@ class GgufFile:
         raw = self.raw(name, start, stop)
         shape = (stop - start, *info.shape[1:])
         stored = self.tensors[name].dtype
-        if stored in _SAFETENSORS_TYPES.values():
+        if stored in PLAIN_DTYPES:
             # A copy of these rows: torch does not take read-only memory.
             return torch.from_numpy(raw.copy()).view(getattr(torch, stored)).reshape(shape)
         return torch.from_numpy(ggml.dequantize(raw, info.ggml_type)).reshape(shape)

@@ -64,6 +64,7 @@ class CudaRunner:
         self._ended = [self._event() for _ in range(_IN_FLIGHT)]
         self._at = 0
         self._counts = {f"steps_{way}": 0 for way in get_args(Way)}
+        forward.settle()
 
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.Event(enable_timing=True) if self._device.type == "cuda" else None

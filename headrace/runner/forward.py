@@ -7,6 +7,9 @@ Ways to run a step, by what it brings:
   crowd   as mixed, with many decode rows: a graph launches programs for as many as it may hold
   eager   as mixed, but launched one by one: more tokens than a graph holds
 All but the last replay a graph, padded up to the next captured size; padding reads a spare row.
+
+Of most steps with prompts few tokens yield logits: only those go through the last layer. How many
+that may be belongs to a graph's shape. Alone any token may be drawn from, so all go through.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 from headrace.backends.cuda.attention import Attention, StepAttention
 from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable, leading_singles
 from headrace.backends.cuda.kv_store import CudaKvStore
-from headrace.backends.cuda.ops import CudaOps, Place
+from headrace.backends.cuda.ops import CudaOps, Place, Wanted
 from headrace.kernels import sampling
 from headrace.kernels.draw_params import KINDS, Kind
 from headrace.kernels.launch import compiled, compiling, fetched
@@ -66,6 +69,7 @@ class Forward:
         self.device = state.last.device
         self._attention = attention
         draws = place.buffers.logits.shape[0]
+        self._draws = draws  # rows of logits there may be
         self._sizes: dict[Way, list[int]] = {
             "alone": up_to(ALONE_SIZES, max_tokens),
             "mixed": up_to(MIXED_SIZES, max_tokens),
@@ -73,6 +77,7 @@ class Forward:
             "eager": [max_tokens],
         }
         graphed = StepInput(self._sizes["mixed"][-1], draws, self.device)
+        self._draw_sizes = [0, *(n for n in ALONE_SIZES if n < draws), draws]
         self._inputs: dict[Way, StepInput] = {
             "alone": StepInput(self._sizes["alone"][-1], draws, self.device),
             "mixed": graphed,
@@ -89,6 +94,16 @@ class Forward:
         self._scratch = sampling.Scratch.allocate(draws, model.spec.vocab_size, self.device)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
+        self.settle()
+
+    def settle(self) -> None:
+        """Let this model's stream wait for what the caller's stream was asked to do so far.
+
+        Tables are filled on the stream of whoever makes them; without this, a step could read
+        them before.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     @property
     def store(self) -> CudaKvStore:
@@ -116,27 +131,42 @@ class Forward:
         way, tokens = self.way(plan), sum(plan.counts)
         self._input = source = self._inputs[way]
         self._logit_rows = len(sources)
+        size = self._padded(way, tokens)
         if way == "alone":
-            size = self._padded(way, tokens)
             if not source.follows(plan):
                 source.load(plan, sources, size, self.state.spare_row)
             self._replay(way, size)
             return way
+        source.load(plan, sources, size, self.state.spare_row)
+        narrowed = self._narrowed(way, size, len(sources))
         if way == "eager":
-            source.load(plan, sources, tokens, self.state.spare_row)
-            columns = source.columns(tokens, self.state.tables)
-            self._layers(source, tokens, self._attention.mixed(columns, plan))
+            columns = source.columns(size, self.state.tables)
+            self._layers(source, size, self._attention.mixed(columns, plan), narrowed)
         else:
-            size = self._padded(way, tokens)
-            source.load(plan, sources, size, self.state.spare_row)
             self._chunks.load(plan, leading_singles(plan), size)
             self._replay(way, size)
-        self._logits(source, tokens, len(sources))
+        self._logits(source, size, len(sources), narrowed)
         return way
 
     def _padded(self, way: Way, tokens: int) -> int:
         sizes = self._sizes[way]
-        return sizes[bisect_left(sizes, tokens)]
+        return tokens if way == "eager" else sizes[bisect_left(sizes, tokens)]
+
+    def _narrowed(self, way: Way, size: int, wanted: int) -> int | None:
+        """How many tokens go through the last layer; None: all `size` of the step.
+
+        wanted: tokens that yield logits. A graph holds as many as any of its steps may want, a step
+        that is launched call by call as many as some decode graph, whose kernels are compiled.
+        """
+        if way == "alone":
+            return None
+        if way == "eager":
+            narrowed = self._draw_sizes[bisect_left(self._draw_sizes, wanted)]
+        else:
+            rows = size if way == "crowd" else MIXED_SINGLES + MAX_CHUNKS
+            narrowed = min(self._draws, rows)
+        assert wanted <= narrowed, f"{wanted} rows of logits, {narrowed} fit a {way} step"
+        return narrowed if narrowed < size else None
 
     def _replay(self, way: Way, size: int) -> None:
         graph = self._graphs.get((way, size))
@@ -149,9 +179,9 @@ class Forward:
         """What the graph of that size holds. Only a step of single tokens has its logits there:
         as many as tokens. Of a step with prompts most tokens are not drawn from."""
         source = self._inputs[way]
-        self._layers(source, size, self._step(way, size))
+        self._layers(source, size, self._step(way, size), self._narrowed(way, size, 0))
         if way == "alone":
-            self._logits(source, size, min(size, self.place.buffers.logits.shape[0]))
+            self._logits(source, size, min(size, self._draws), None)
 
     def _step(self, way: Way, size: int) -> StepAttention:
         source, tables = self._inputs[way], self.state.tables
@@ -162,20 +192,31 @@ class Forward:
             self._attention, source.singles(size, tables), singles, self._chunks.chunks(size)
         )
 
-    def _ops(self, source: StepInput, tokens: int, step: StepAttention) -> CudaOps:
-        columns = source.columns(tokens, self.state.tables)
-        return CudaOps(self.place, columns, source.ids[:tokens], step)
+    def _ops(
+        self, source: StepInput, tokens: int, step: StepAttention, narrowed: int | None = None
+    ) -> CudaOps:
+        columns, wanted = source.columns(tokens, self.state.tables), None
+        if narrowed is not None:
+            alone = self._attention.singles(source.wanted(narrowed, self.state.tables))
+            wanted = Wanted(source.sources[:narrowed], alone)
+        return CudaOps(self.place, columns, source.ids[:tokens], step, wanted)
 
-    def _layers(self, source: StepInput, tokens: int, step: StepAttention) -> None:
-        """The hidden states of the step's tokens, into the buffer of the residual stream."""
-        x = self.model(self._ops(source, tokens, step))
-        assert x.data_ptr() == self.place.buffers.x.data_ptr(), "the stream left its buffer"
+    def _layers(
+        self, source: StepInput, tokens: int, step: StepAttention, narrowed: int | None
+    ) -> None:
+        """The hidden states of the step's tokens, into the buffer of the residual stream; of those
+        that are left where the step is narrowed, into the buffer `chosen`."""
+        x = self.model(self._ops(source, tokens, step, narrowed))
+        buffers = self.place.buffers
+        stream = buffers.x if narrowed is None else buffers.chosen
+        assert narrowed == 0 or x.data_ptr() == stream.data_ptr(), "the stream left its buffer"
 
-    def _logits(self, source: StepInput, tokens: int, count: int) -> None:
+    def _logits(self, source: StepInput, tokens: int, count: int, narrowed: int | None) -> None:
         if count:
             chosen = self.place.buffers.chosen[:count]
-            x = self.place.buffers.x[:tokens]
-            torch.index_select(x, 0, source.sources[:count], out=chosen)
+            if narrowed is None:
+                x = self.place.buffers.x[:tokens]
+                torch.index_select(x, 0, source.sources[:count], out=chosen)
             alone = self._attention.singles(source.columns(count, self.state.tables))
             self.model.logits(chosen, self._ops(source, count, alone))
 
@@ -213,9 +254,11 @@ class Forward:
             for way, size in [*self._graph_list(), ("eager", self._sizes["eager"][-1])]:
                 like: Way = "mixed" if way == "eager" else way
                 step = self._step(like, min(size, self._sizes[like][-1]))
-                ops = self._ops(self._inputs[way], size, step)
+                wanted = min(size, self._draws) if way == "eager" else 0
+                ops = self._ops(self._inputs[way], size, step, self._narrowed(way, size, wanted))
                 x = self.model.blocks[0](ops.embed(self.model.embed), ops)
-                self.model.logits(x[: self.place.buffers.logits.shape[0]], ops)
+                x = self.model.blocks[0](x, ops, last=True)
+                self.model.logits(x[: self._draws], ops)
             self._compile_sampler()
             self.state.compile()
 

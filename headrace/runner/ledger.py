@@ -14,6 +14,7 @@ from headrace.models.spec import ModelSpec
 
 _FREE_SHARE = 4  # one part in this many of free memory goes to the KV cache
 _SAMPLER_COPIES = 4  # float64 copies of the logits while stages run
+_SCALE_BYTES = 4
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -75,8 +76,9 @@ def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[t
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """K and V of one token in every layer."""
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize
+    """K and V of one token in every layer; int8 has a float32 scale for each token and head."""
+    line_bytes = spec.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == torch.int8 else 0)
+    return 2 * spec.layers * spec.kv_heads * line_bytes
 
 
 def wanted_model_len(settings: Settings, spec: ModelSpec) -> Resolved[int]:

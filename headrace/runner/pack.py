@@ -1,28 +1,47 @@
 """Weights for the native kernels: matrices packed as the checkpoint stores them, vectors float32.
 
 A GGUF file's quantised blocks are repacked, never dequantised (types without a kernel become
-float32); other checkpoints keep their float type.
+float32); other checkpoints keep their float type or are quantised as they are read (RECIPES).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from headrace.errors import ModelError
 from headrace.models.layers import Decoder, Rotary
 from headrace.models.slots import Slot
 from headrace.models.spec import ModelSpec
 from headrace.native.library import Library
-from headrace.native.weights import PLAIN_TYPES, Arena, Bytes, PackedMatrix
+from headrace.native.weights import PLAIN_TYPES, Q4_1, Q8_0, Arena, Bytes, PackedMatrix, quantise
+from headrace.quant import ggml
 from headrace.runner import weights
 from headrace.runner.checkpoint import Checkpoint, GgufFile
 from headrace.runner.pieces import pieces
 
 _CHUNK_BYTES = 16 * 2**20  # of a checkpoint's rows, packed at a time
 _NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}
+_VOCABULARY = ("embed.weight", "head.weight")
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """What `quantization` makes of plain floats: ggml types of the layers' matrices and of
+    embedding and head."""
+
+    layers: int
+    vocabulary: int
+
+
+RECIPES = {"int8": Recipe(Q8_0, Q8_0), "int4": Recipe(Q4_1, Q8_0)}
 
 Packed = dict[str, list[PackedMatrix]]  # parameter name -> matrices, in order of rows
 
@@ -35,79 +54,147 @@ def shell(build: nn.Module, spec: ModelSpec) -> None:
     build.rotary = Rotary(spec.rope, spec.head_dim)
     for name, parameter in list(build.named_parameters()):
         if parameter.ndim == 1 and parameter.is_meta:
-            owner, _, leaf = name.rpartition(".")
-            real = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
-            setattr(build.get_submodule(owner), leaf, real)
+            _replace(build, name, torch.empty(parameter.shape))
+
+
+def _replace(build: nn.Module, name: str, values: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(build.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
 
 
 def load(
-    model: Decoder, slots: list[Slot], checkpoint: Checkpoint, library: Library, arena: Arena
+    model: Decoder,
+    slots: list[Slot],
+    checkpoint: Checkpoint,
+    library: Library,
+    arena: Arena,
+    *,
+    quantization: str = "none",
+    threads: int = 1,
 ) -> Packed:
-    """Set every vector of `model` and pack every matrix. Raises as `weights.load` does."""
+    """Set every vector of `model` and pack every matrix, `threads` chunks of rows at a time.
+
+    `quantization`: none, or a key of RECIPES for a checkpoint of plain floats. Raises as
+    `weights.load` does.
+    """
     by_name = {slot.gguf if checkpoint.gguf else slot.hf: slot for slot in slots}
     weights.check(by_name, checkpoint, tied=model.head is None)
     parameters = dict(model.named_parameters())
     found: dict[str, dict[int, PackedMatrix]] = {}
+    todo: list[_Chunk] = []
     for name, slot in by_name.items():
         if len(slot.shape) == 1:
             for piece in pieces(slot, name, gguf=checkpoint.gguf):
                 piece.target(parameters).copy_(piece.read(checkpoint))
             continue
-        matrix = _pack(slot, name, checkpoint, library, arena)
+        stored = _stored_type(name, checkpoint)
+        number = _packed_type(slot.parameter, stored, slot.shape, library, quantization)
+        matrix = PackedMatrix(library, arena, number, *slot.shape)
         found.setdefault(slot.parameter, {})[slot.start] = matrix
+        todo += _chunks(slot, name, stored, matrix, checkpoint)
+    with ThreadPoolExecutor(threads, "pack") as pool:
+        for _ in pool.map(lambda chunk: chunk.pack(checkpoint, library), todo):
+            pass
     return {name: [parts[start] for start in sorted(parts)] for name, parts in found.items()}
 
 
-def pack_parameters(model: Decoder, library: Library, arena: Arena) -> Packed:
-    """Pack the matrices of a model that is in memory; gate and up apart, as `load` has them."""
+def pack_parameters(
+    model: Decoder, library: Library, arena: Arena, *, quantization: str = "none"
+) -> Packed:
+    """Pack the matrices of a model that is in memory; gate and up apart, as `load` has them.
+
+    Each gives up its own memory once it is packed.
+    """
     found: Packed = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in list(model.named_parameters()):
         if parameter.ndim == 1:
             continue
         parts = parameter.chunk(2) if name.endswith("gate_up.weight") else (parameter,)
-        found[name] = [_packed_tensor(part, library, arena) for part in parts]
+        found[name] = []
+        for part in parts:
+            stored = _NUMBERS[str(part.dtype).removeprefix("torch.")]
+            number = _packed_type(name, stored, tuple(part.shape), library, quantization)
+            matrix = PackedMatrix(library, arena, number, *part.shape)
+            _fill(matrix, _bytes(part), stored, np.arange(part.shape[0], dtype=np.int32), library)
+            found[name].append(matrix)
+        _replace(model, name, torch.empty_like(parameter, device="meta"))
     return found
 
 
-def _packed_tensor(values: Tensor, library: Library, arena: Arena) -> PackedMatrix:
-    rows, columns = values.shape
-    number = _NUMBERS[str(values.dtype).removeprefix("torch.")]
-    matrix = PackedMatrix(library, arena, number, rows, columns)
-    matrix.fill(_bytes(values), np.arange(rows, dtype=np.int32))
-    return matrix
+def describe(packed: Packed) -> str:
+    """The types of the matrices, those with the most bytes first: `packed as Q4_1, Q8_0`."""
+    sizes: Counter[str] = Counter()
+    for matrix in chain.from_iterable(packed.values()):
+        sizes[ggml.type_name(matrix.ggml_type)] += matrix.memory.size
+    return "packed as " + ", ".join(name for name, _ in sizes.most_common())
 
 
-def _pack(
-    slot: Slot, name: str, checkpoint: Checkpoint, library: Library, arena: Arena
-) -> PackedMatrix:
+class _Chunk(msgspec.Struct, frozen=True):
+    """Rows [start, stop) of the checkpoint tensor `name`, of type `stored`, for rows `targets`."""
+
+    name: str
+    stored: int
+    start: int
+    stop: int
+    matrix: PackedMatrix
+    targets: npt.NDArray[np.int32]
+
+    def pack(self, checkpoint: Checkpoint, library: Library) -> None:
+        """On any thread: chunks share no byte."""
+        if isinstance(checkpoint, GgufFile) and self.stored == self.matrix.ggml_type:
+            raw = checkpoint.raw(self.name, self.start, self.stop)
+        else:
+            raw = _bytes(checkpoint.read(self.name, self.start, self.stop))
+        _fill(self.matrix, raw, self.stored, self.targets, library)
+
+
+def _fill(
+    matrix: PackedMatrix,
+    raw: Bytes,
+    stored: int,
+    targets: npt.NDArray[np.int32],
+    library: Library,
+) -> None:
+    if stored in PLAIN_TYPES and matrix.ggml_type not in PLAIN_TYPES:
+        raw = quantise(library, matrix.ggml_type, stored, raw, matrix.columns)
+    matrix.fill(raw, targets)
+
+
+def _chunks(
+    slot: Slot, name: str, stored: int, matrix: PackedMatrix, checkpoint: Checkpoint
+) -> Iterator[_Chunk]:
     rows, columns = slot.shape
-    number, chunks = _rows(name, rows, checkpoint, library, columns)
-    matrix = PackedMatrix(library, arena, number, rows, columns)
     targets = np.arange(rows, dtype=np.int32)
     if slot.interleaved_heads and checkpoint.gguf:
         # Stored as pairs (0, d/2, 1, d/2 + 1, ...) within a head; see pieces.halves.
         heads = targets.reshape(slot.interleaved_heads, 2, -1)
         targets = heads.transpose(0, 2, 1).reshape(-1)
-    start = 0
-    for raw in chunks:
-        matrix.fill(raw, targets[start : start + raw.shape[0]])
-        start += raw.shape[0]
-    return matrix
-
-
-def _rows(
-    name: str, rows: int, checkpoint: Checkpoint, library: Library, columns: int
-) -> tuple[int, Iterator[Bytes]]:
-    """The type that a matrix is packed in, and its rows as that type stores them, in chunks."""
     step = max(1, _CHUNK_BYTES // (4 * columns))
-    spans = [(start, min(rows, start + step)) for start in range(0, rows, step)]
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        yield _Chunk(name, stored, start, stop, matrix, targets[start:stop])
+
+
+def _stored_type(name: str, checkpoint: Checkpoint) -> int:
     if isinstance(checkpoint, GgufFile):
-        number = checkpoint.header.tensors[name].ggml_type
-        if library.packed_bytes(number, rows, columns) >= 0:
-            return number, (checkpoint.raw(name, *span) for span in spans)
-        return _NUMBERS["float32"], (_bytes(checkpoint.read(name, *span)) for span in spans)
-    number = _NUMBERS[checkpoint.tensors[name].dtype]
-    return number, (_bytes(checkpoint.read(name, *span)) for span in spans)
+        return checkpoint.header.tensors[name].ggml_type
+    dtype = checkpoint.tensors[name].dtype
+    if dtype not in _NUMBERS:
+        raise ModelError(f"tensor {name}: type {dtype} is not supported")
+    return _NUMBERS[dtype]
+
+
+def _packed_type(
+    parameter: str, stored: int, shape: tuple[int, ...], library: Library, quantization: str
+) -> int:
+    """The type that a matrix is packed in: its own, float32 where no kernel takes that, or the
+    recipe's if blocks fill its rows."""
+    if quantization != "none":
+        assert stored in PLAIN_TYPES, "packed checkpoints were refused"
+        recipe = RECIPES[quantization]
+        number = recipe.vocabulary if parameter in _VOCABULARY else recipe.layers
+        return number if library.packed_bytes(number, *shape) >= 0 else stored
+    return stored if library.packed_bytes(stored, *shape) >= 0 else _NUMBERS["float32"]
 
 
 def _bytes(values: Tensor) -> Bytes:

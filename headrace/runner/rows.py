@@ -6,12 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.messages import Grow, Join
+from headrace.messages import Grow, Join, StepPlan
 from headrace.sampling.params import Columns
+from headrace.sampling.shaper import Shaper
 
 
 class Rows:
-    """Block table, sampling parameters and last drawn token of each device row.
+    """Block table, sampling parameters and last drawn token of each device row; and, of rows with
+    rules or penalties, what those look at.
 
     tables [max_rows, width] int64; last [max_rows] int64.
     """
@@ -22,11 +24,13 @@ class Rows:
         self.columns = Columns.empty(max_rows)
         self.reports = [-1] * max_rows  # Sampling.logprobs of each row
         self._taken = [False] * max_rows
+        self._shapers: dict[int, Shaper] = {}
 
     def leave(self, row: int) -> None:
         """The sequence in `row` is gone. Changes nothing for a free row: when a step broke, the
         next plan names its leaves again."""
         self._taken[row] = False
+        self._shapers.pop(row, None)
 
     def join(self, join: Join) -> None:
         """A sequence takes a free row."""
@@ -37,6 +41,8 @@ class Rows:
         self._put(join.row, 0, join.tables[0])
         self.columns.set(join.row, join.sampling, join.choice)
         self.reports[join.row] = join.sampling.logprobs
+        if (shaper := Shaper.of(join)) is not None:
+            self._shapers[join.row] = shaper
 
     def grow(self, grow: Grow) -> None:
         """Append to, or replace in, a row's block table."""
@@ -59,6 +65,27 @@ class Rows:
         columns = self.columns.take(rows)
         columns.position[:] = np.array(positions, dtype=np.uint64)
         return columns
+
+    def shapers(self, rows: list[int]) -> list[Shaper | None]:
+        """What shapes the logits of the draws into `rows`; [] if nothing does."""
+        return [self._shapers.get(row) for row in rows] if self._shapers else []
+
+    def drew(self, rows: list[int], positions: list[int], tokens: Tensor) -> None:
+        """tokens [len(rows)] were drawn into `rows`, at these positions."""
+        self.last[rows] = tokens
+        for j, row in enumerate(rows if self._shapers else []):
+            self._learn(row, positions[j], [int(tokens[j])])
+
+    def _learn(self, row: int, position: int, ids: list[int]) -> None:
+        if (shaper := self._shapers.get(row)) is not None and shaper.history is not None:
+            shaper.history.put(position, ids)
+
+    def learn(self, plan: StepPlan) -> None:
+        """The ids that a plan brings become history of rows that keep one."""
+        if self._shapers:
+            for row, start, ids in zip(plan.rows, plan.starts, plan.ids, strict=True):
+                if ids is not None:
+                    self._learn(row, start, ids)
 
     def ids(self, rows: list[int], ids: list[list[int] | None]) -> Tensor:
         """The step's tokens [T] int64; None stands for the token last drawn into the row."""

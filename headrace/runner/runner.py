@@ -22,7 +22,8 @@ from headrace.messages import Logprobs, Output, StepPlan, StepResult
 from headrace.runner.plan_check import check, sources_of
 from headrace.runner.rows import Rows
 from headrace.sampling.logprobs import report
-from headrace.sampling.pipeline import sample
+from headrace.sampling.pipeline import NO_TOKEN, sample
+from headrace.sampling.shaping import Bits
 
 _OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 _FAILED_TOKEN = -1
@@ -45,12 +46,12 @@ class TorchTicket:
     def finish(self, masks: Masks | None = None) -> None:
         """Enqueue the sampler."""
         assert self._result is None, "a ticket is finished once"
-        assert masks is None, "this runner takes no masks"
-        self._result = self._runner.submit(self._sample)
+        mine = {} if masks is None else dict(zip(masks.draws, masks.bits.copy(), strict=True))
+        self._result = self._runner.submit(lambda: self._sample(mine))
 
-    def _sample(self) -> StepResult:
+    def _sample(self, masks: Mapping[int, Bits]) -> StepResult:
         logits, busy_s = self._logits.result()  # done: one worker, in order
-        return self._runner.draw(self._plan, logits, busy_s)
+        return self._runner.draw(self._plan, logits, busy_s, masks)
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what broke it."""
@@ -134,6 +135,7 @@ class TorchRunner:
 
     def _compute(self, plan: StepPlan) -> Tensor | None:
         check(plan, self._rows.taken)
+        self._rows.learn(plan)
         batch = Batch(
             self._rows.ids(plan.rows, plan.ids),
             self._rows.tables,
@@ -142,11 +144,14 @@ class TorchRunner:
             plan.counts,
             plan.unwritten,
             sources_of(plan),
+            whole=bool(plan.prompts),
         )
         return self._forward.logits(batch)
 
     @torch.inference_mode()
-    def draw(self, plan: StepPlan, logits: Tensor | None, busy_s: float) -> StepResult:
+    def draw(
+        self, plan: StepPlan, logits: Tensor | None, busy_s: float, masks: Mapping[int, Bits]
+    ) -> StepResult:
         """On the worker: one token a draw, kept in the device rows and returned; then what prompts
         are asked, which may overwrite the logits."""
         began_s = time.perf_counter()
@@ -154,13 +159,13 @@ class TorchRunner:
         failed: list[tuple[int, str]] = []
         logprobs: list[Logprobs | None] = []
         if logits is not None:
-            tokens, failed, logprobs = self._draw(plan, logits)
+            tokens, failed, logprobs = self._draw(plan, logits, masks)
         prompts = [self._prompt(plan, row, count, after) for row, count, after in plan.prompts]
         busy_s += time.perf_counter() - began_s
         return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts)
 
     def _draw(
-        self, plan: StepPlan, logits: Tensor
+        self, plan: StepPlan, logits: Tensor, masks: Mapping[int, Bits]
     ) -> tuple[list[int], list[tuple[int, str]], list[Logprobs | None]]:
         peaks = self._forward.peaks(logits)
         best, finite = peaks.best, peaks.finite
@@ -174,19 +179,23 @@ class TorchRunner:
         asking = [j for j, row in enumerate(plan.draw_into) if self._rows.reports[row] >= 0]
         raw = logits[asking] if asking else None  # a copy: stages overwrite the logits
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
-        drawn = sample(logits, self._rows.draws(plan.draw_into, positions), best=best)
-        self._rows.last[plan.draw_into] = drawn
+        into = plan.draw_into
+        columns, shapers = self._rows.draws(into, positions), self._rows.shapers(into)
+        drawn = sample(logits, columns, best=best, shapers=shapers, masks=masks)
         tokens = drawn.tolist()
-        for j in broken:
+        failed = {j: "no token is allowed" for j, token in enumerate(tokens) if token == NO_TOKEN}
+        failed |= dict.fromkeys(broken, "the model's logits were not finite")
+        for j in failed:
             tokens[j] = _FAILED_TOKEN
-        failed = [(j, "the model's logits were not finite") for j in broken]
+        self._rows.drew(into, positions, drawn.clamp(min=0))  # a step ahead may compute them
         logprobs: list[Logprobs | None] = []
         if raw is not None:
-            counts = [self._rows.reports[plan.draw_into[j]] for j in asking]
+            counts = [self._rows.reports[into[j]] for j in asking]
             logprobs = [None] * len(tokens)
-            for j, entry in zip(asking, report(raw, drawn[asking].tolist(), counts), strict=True):
-                logprobs[j] = entry if tokens[j] != _FAILED_TOKEN else None
-        return tokens, failed, logprobs
+            ids = drawn[asking].clamp(min=0).tolist()
+            for j, entry in zip(asking, report(raw, ids, counts), strict=True):
+                logprobs[j] = None if j in failed else entry
+        return tokens, sorted(failed.items()), logprobs
 
     def _prompt(self, plan: StepPlan, row: int, count: int, after: int) -> list[Logprobs]:
         """See `StepResult.prompt_logprobs`; the logits of a few tokens at a time."""

@@ -17,17 +17,19 @@ class StepInput:
     rows, positions, writes, ids: one entry a token. alone: the position of a token that is a query
     of its own (those of the plan's first rows), -1 for one of a chunk. sources: the token behind
     each row of logits. draw_tokens, draw_rows, draw_logits: one entry a draw; the last is the row
-    of logits that it draws from. The host stores positions less one: the device moves them on as a
-    step begins, so that a steady decode step needs no upload.
+    of logits that it draws from. wanted_rows, wanted_positions: of the token behind each row of
+    logits; behind the last of them, of a token that sees nothing. The host stores positions less
+    one: the device moves them on as a step begins, so that a steady decode step needs no upload.
     """
 
     def __init__(self, tokens: int, draws: int, device: torch.device) -> None:
         self.tokens = tokens
         width = max(tokens, draws)
-        self._device = torch.zeros((9, width), dtype=torch.int32, device=device)
+        self._device = torch.zeros((11, width), dtype=torch.int32, device=device)
         self.rows, self.positions, self.writes, self.ids, self.alone = self._device[:5, :tokens]
-        self.sources, self.draw_tokens, self.draw_rows, self.draw_logits = self._device[5:]
-        self._upload = Upload((9, width), device)
+        self.sources, self.draw_tokens, self.draw_rows, self.draw_logits = self._device[5:9]
+        self.wanted_rows, self.wanted_positions = self._device[9:]
+        self._upload = Upload((11, width), device)
         self._following: tuple[list[int], list[int], list[int], list[int]] | None = None
 
     def columns(self, tokens: int, tables: torch.Tensor) -> StepColumns:
@@ -39,6 +41,11 @@ class StepInput:
     def singles(self, tokens: int, tables: torch.Tensor) -> StepColumns:
         """The same with the tokens of chunks at position -1: they see nothing."""
         return StepColumns(self.rows[:tokens], self.alone[:tokens], self.writes[:tokens], tables)
+
+    def wanted(self, count: int, tables: torch.Tensor) -> StepColumns:
+        """The first `count` tokens whose logits are wanted, their K and V written."""
+        rows, positions = self.wanted_rows[:count], self.wanted_positions[:count]
+        return StepColumns(rows, positions, self.writes[:count], tables)
 
     def follows(self, plan: StepPlan) -> bool:
         """Whether the device already holds this plan's columns: every row decodes on.
@@ -79,6 +86,9 @@ class StepInput:
         lasts = firsts + counts - 1
         slot[5, : len(sources)] = lasts[sources]
         slot[5, len(sources) :] = 0
+        slot[9], slot[10] = spare_row, -1
+        slot[9, : len(sources)] = np.array(plan.rows)[sources]
+        slot[10, : len(sources)] = places[lasts[sources]]
         draws = len(plan.draw_from)
         slot[6, :draws] = lasts[plan.draw_from]
         slot[7, :draws] = plan.draw_into

@@ -21,6 +21,8 @@ class Columns:
     top_k: npt.NDArray[np.int64]  # 0 = off
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float64]
+    typical_p: npt.NDArray[np.float64]
+    top_n_sigma: npt.NDArray[np.float64]  # 0 = off
     seed: Uint64s
     choice: Uint64s
     position: Uint64s  # of the token to draw, in its sequence
@@ -31,6 +33,8 @@ class Columns:
         return cls(
             np.zeros(n),
             np.zeros(n, np.int64),
+            np.ones(n),
+            np.zeros(n),
             np.ones(n),
             np.zeros(n),
             np.zeros(n, np.uint64),
@@ -53,6 +57,8 @@ class Columns:
         self.top_k[i] = sampling.top_k
         self.top_p[i] = sampling.top_p
         self.min_p[i] = sampling.min_p
+        self.typical_p[i] = sampling.typical_p
+        self.top_n_sigma[i] = sampling.top_n_sigma
         self.seed[i] = sampling.seed
         self.choice[i] = choice
 

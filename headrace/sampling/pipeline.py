@@ -1,12 +1,13 @@
 """Logits to tokens: stages over the batch, then one draw a row.
 
 A stage is skipped as a whole when no row uses it, and touches only the rows that do: what a row
-gets depends on that row alone. Greedy rows take the first largest logit and see no stage.
+gets depends on that row alone. Greedy rows are shaped like others, then take the first largest
+logit. `reference` has the definition of every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from headrace.sampling.params import Columns
 from headrace.sampling.rng import uniform
-from headrace.sampling.truncation import MinP, TopK, TopP
+from headrace.sampling.shaper import Shaper
+from headrace.sampling.shaping import Bits, Line, shape
+from headrace.sampling.truncation import MinP, TopK, TopNSigma, TopP, TypicalP
 
 
 class Stage(Protocol):
@@ -49,7 +52,8 @@ class Temperature:
 
 _ROWS_AT_ONCE = 8  # their float64 logits stay in the cache; rows do not touch each other
 
-STAGES: tuple[Stage, ...] = (Temperature(), TopK(), TopP(), MinP())
+STAGES: tuple[Stage, ...] = (Temperature(), TopNSigma(), TopK(), TopP(), MinP(), TypicalP())
+NO_TOKEN = -1
 
 
 def sample(
@@ -57,27 +61,66 @@ def sample(
     columns: Columns,
     stages: Sequence[Stage] = STAGES,
     best: Tensor | None = None,
+    shapers: Sequence[Shaper | None] = (),
+    masks: Mapping[int, Bits] | None = None,
 ) -> Tensor:
     """One token a row.
 
-    logits [draws, vocab] float32, finite or -inf, each row with a finite maximum -> [draws] int64.
-    best [draws] int64: the first largest of each row, where the caller knows it.
+    logits [draws, vocab] float32, finite or -inf, each row with a finite maximum -> [draws] int64,
+    NO_TOKEN where rules and grammar leave none.
+    best [draws] int64: the first largest of each row of `logits`, where the caller knows it.
+    shapers: one a draw, or none at all. masks: draw -> the tokens it may take.
     """
     greedy = columns.greedy
-    if greedy.all():
+    lines = _lines(columns, shapers, masks or {})
+    if not lines and greedy.all():
         return logits.argmax(-1) if best is None else best
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    if greedy.any():
-        still = torch.from_numpy(np.flatnonzero(greedy))
+    shaped = np.zeros(greedy.size, np.bool_)
+    shaped[list(lines)] = True
+    still = torch.from_numpy(np.flatnonzero(greedy & ~shaped))
+    if still.numel():
         tokens[still] = logits[still].argmax(-1) if best is None else best[still]
-    drawn = np.flatnonzero(~greedy)
-    for at in range(0, drawn.size, _ROWS_AT_ONCE):
-        part = drawn[at : at + _ROWS_AT_ONCE]
-        rows, some = torch.from_numpy(part), columns.take(part)
-        kept = run_stages(logits[rows].double(), some, stages)
-        u = torch.from_numpy(uniform(some.seed, some.choice, some.position))
-        tokens[rows] = inverse_cdf(kept, u)
+    for whose in (greedy & shaped, ~greedy):
+        rows = np.flatnonzero(whose)
+        for at in range(0, rows.size, _ROWS_AT_ONCE):
+            part = rows[at : at + _ROWS_AT_ONCE]
+            some, drawn = columns.take(part), torch.from_numpy(part)
+            mine = [lines[row]._replace(at=i) for i, row in enumerate(part) if row in lines]
+            tokens[drawn] = _sample_some(logits[drawn].double(), some, stages, mine)
     return tokens
+
+
+def _lines(
+    columns: Columns, shapers: Sequence[Shaper | None], masks: Mapping[int, Bits]
+) -> dict[int, Line]:
+    """Draw -> how it is shaped, for draws that are."""
+    shaped = {j: shaper for j, shaper in enumerate(shapers) if shaper is not None}
+    return {
+        j: Line(j, shaped.get(j), int(columns.position[j]), masks.get(j))
+        for j in sorted(shaped.keys() | masks.keys())
+    }
+
+
+def _sample_some(
+    logits: Tensor, columns: Columns, stages: Sequence[Stage], lines: list[Line]
+) -> Tensor:
+    """A token for each of a few rows, all greedy or none; logits are overwritten."""
+    empty = None
+    if lines:
+        shape(logits.numpy(), lines)
+        empty = logits.amax(-1) == -torch.inf
+        if empty.any():
+            logits[empty] = 0.0  # drawn like any other row, then thrown away
+        else:
+            empty = None
+    if columns.greedy[0]:
+        tokens = logits.argmax(-1)
+    else:
+        kept = run_stages(logits, columns, stages)
+        u = torch.from_numpy(uniform(columns.seed, columns.choice, columns.position))
+        tokens = inverse_cdf(kept, u)
+    return tokens if empty is None else tokens.masked_fill_(empty, NO_TOKEN)
 
 
 def run_stages(logits: Tensor, columns: Columns, stages: Sequence[Stage]) -> Tensor:

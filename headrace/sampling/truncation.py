@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: which tokens stay. Dropped tokens get -inf.
+"""top_n_sigma, top_k, top_p, min_p, typical_p: which tokens stay. Dropped tokens get -inf.
 
 logits are [draws, vocab] float64 throughout, and only rows that use a filter are touched by it.
 Among equal logits the lowest ids stay, so a result never depends on a sort's order.
@@ -18,17 +18,56 @@ _LOOKS = (256, 4096)  # candidates that top-p sorts before it sorts the whole vo
 def keep_largest(logits: Tensor, counts: Tensor) -> Tensor:
     """The counts[i] largest of row i, 1 <= counts[i] <= vocab; the rest become -inf, in place."""
     candidates = torch.topk(logits, int(counts.max()), dim=-1).values
-    return _keep_above(logits, counts, candidates)
+    return logits.masked_fill_(_below(logits, counts, candidates), -torch.inf)
 
 
-def _keep_above(logits: Tensor, counts: Tensor, candidates: Tensor) -> Tensor:
-    """As `keep_largest`, with the row's largest logits already sorted in `candidates`."""
+def _below(keys: Tensor, counts: Tensor, candidates: Tensor) -> Tensor:
+    """What is not among the counts[i] largest keys of row i, whose largest stand in `candidates`,
+    sorted; a mask like `keys`."""
     edge = candidates.gather(1, counts[:, None] - 1)
-    above, equal = logits > edge, logits == edge
+    above, equal = keys > edge, keys == edge
     room = counts[:, None] - above.sum(-1, keepdim=True)
     if (equal.sum(-1, keepdim=True) > room).any():  # more equals than places: lowest ids first
         equal &= equal.cumsum(-1) <= room
-    return logits.masked_fill_((above | equal).logical_not_(), -torch.inf)
+    return (above | equal).logical_not_()
+
+
+def keep_until(keys: Tensor, weights: Tensor, wanted: Tensor, logits: Tensor) -> Tensor:
+    """By falling key, the fewest tokens whose weights reach wanted[i]; at least one.
+
+    keys, weights, logits [rows, vocab], wanted [rows, 1] -> logits of those that stay.
+    """
+    out = torch.empty_like(logits)
+    left = torch.arange(keys.shape[0])
+    for looked_at in (*(n for n in _LOOKS if n < keys.shape[1]), keys.shape[1]):
+        rows, goal = keys[left], wanted[left]
+        candidates = torch.topk(rows, looked_at, dim=-1)
+        mass = weights[left].gather(1, candidates.indices).cumsum(-1)
+        before = torch.cat((torch.zeros_like(goal), mass[:, :-1]), dim=-1)
+        counts = (before < goal).sum(-1).clamp(min=1)
+        # Certain when they end inside the candidates, or the candidates are everything.
+        done = (mass[:, -1] >= goal[:, 0]) | (looked_at == keys.shape[1])
+        below = _below(rows[done], counts[done], candidates.values[done])
+        out[left[done]] = logits[left[done]].masked_fill_(below, -torch.inf)
+        left = left[~done]
+        if not left.numel():
+            break
+    return out
+
+
+class TopNSigma:
+    """Logits at or above max - n * sigma of the finite ones; see `reference.cut_n_sigma`."""
+
+    name = "top_n_sigma"
+
+    def rows(self, columns: Columns, vocab: int) -> list[int]:
+        return [int(row) for row in np.flatnonzero(columns.top_n_sigma > 0.0)]
+
+    def apply(self, logits: Tensor, columns: Columns) -> Tensor:
+        for n, row in zip(columns.top_n_sigma, logits.numpy(), strict=True):
+            sigma = row[np.isfinite(row)].std()
+            row[row < row.max() - n * sigma] = -np.inf
+        return logits
 
 
 class TopK:
@@ -57,26 +96,10 @@ class TopP:
         return [int(row) for row in np.flatnonzero(columns.top_p < 1.0)]
 
     def apply(self, logits: Tensor, columns: Columns) -> Tensor:
-        top_p = torch.from_numpy(columns.top_p)[:, None]
-        peak = logits.amax(-1, keepdim=True)
+        weights = (logits - logits.amax(-1, keepdim=True)).exp_()
         # cumsum, not sum: it adds a row up in the same order whatever the batch.
-        total = (logits - peak).exp_().cumsum(-1)[:, -1:]
-        out = torch.empty_like(logits)
-        left = torch.arange(logits.shape[0])
-        for looked_at in (*(n for n in _LOOKS if n < logits.shape[1]), logits.shape[1]):
-            rows = logits[left]
-            candidates = torch.topk(rows, looked_at, dim=-1).values
-            mass = (candidates - peak[left]).exp_().cumsum(-1)
-            wanted = top_p[left] * total[left]
-            before = torch.cat((torch.zeros_like(wanted), mass[:, :-1]), dim=-1)
-            counts = (before < wanted).sum(-1).clamp(min=1)
-            # Certain when the nucleus ends inside the candidates, or they are everything.
-            done = (mass[:, -1] >= wanted[:, 0]) | (looked_at == logits.shape[1])
-            out[left[done]] = _keep_above(rows[done], counts[done], candidates[done])
-            left = left[~done]
-            if not left.numel():
-                break
-        return out
+        wanted = torch.from_numpy(columns.top_p)[:, None] * weights.cumsum(-1)[:, -1:]
+        return keep_until(logits, weights, wanted, logits)
 
 
 class MinP:
@@ -93,3 +116,26 @@ class MinP:
     def apply(self, logits: Tensor, columns: Columns) -> Tensor:
         ratio = (logits - logits.amax(-1, keepdim=True)).exp_()
         return logits.masked_fill_(ratio < torch.from_numpy(columns.min_p)[:, None], -torch.inf)
+
+
+class TypicalP:
+    """Tokens whose surprise is nearest to the entropy, until they reach p; at least one.
+
+    Locally typical sampling: https://arxiv.org/abs/2202.00666; see `reference.cut_typical_p`.
+    """
+
+    name = "typical_p"
+
+    def rows(self, columns: Columns, vocab: int) -> list[int]:
+        return [int(row) for row in np.flatnonzero(columns.typical_p < 1.0)]
+
+    def apply(self, logits: Tensor, columns: Columns) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        weights = shifted.exp()
+        total = weights.cumsum(-1)[:, -1:]
+        log_p = shifted - total.log()
+        gone = logits == -torch.inf
+        surprise = (log_p * weights).masked_fill_(gone, 0.0).cumsum(-1)[:, -1:] / total
+        keys = (log_p - surprise).abs_().neg_().masked_fill_(gone, -torch.inf)
+        wanted = torch.from_numpy(columns.typical_p)[:, None] * total
+        return keep_until(keys, weights, wanted, logits)

@@ -43,6 +43,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 def read_card(files: ModelFiles) -> ModelCard:
@@ -124,6 +126,8 @@ def _hf_card(folder: Path) -> ModelCard:
         top_k=None if (k := _number(generation, "top_k")) is None else int(k),
         top_p=_number(generation, "top_p"),
         min_p=_number(generation, "min_p"),
+        typical_p=_number(generation, "typical_p"),
+        repetition_penalty=_number(generation, "repetition_penalty"),
     )
 
 

@@ -44,6 +44,7 @@ class ChoiceText:
         prompt_tail: the prompt's ids, or the last eight; None: unknown, the text goes on from
             something (keeps a leading space that some tokenizers drop at the start of a text).
         traced: keep account of each token's part in the text, for `Heard.spans`.
+        min_tokens: a stop string that is complete before as many tokens is text like any other.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class ChoiceText:
         *,
         prompt_tail: Sequence[int] | None = None,
         traced: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         plain = detokenizer(tokenizer, skip_special=skip_special, prompt_tail=prompt_tail)
         self._trace = Trace(plain) if traced else None
         self._detokenizer: Detokenizer | Trace = self._trace or plain
         self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self.n_tokens = 0  # fed so far, those after a stop string not counted
         self.stop_at: int | None = None
 
@@ -80,7 +83,8 @@ class ChoiceText:
             if self.stop_at is not None:
                 break
             self.n_tokens += 1
-            out.append(stops.feed(feed(token)))
+            early = self.n_tokens < self._min_tokens
+            out.append(stops.feed(feed(token), ignore=early))
             if stops.matched is not None:
                 self.stop_at = self.n_tokens
         return Piece("".join(out), self.stop_at)

@@ -29,13 +29,13 @@ class StopStrings:
         self._held = ""  # ends the text so far; the longest of `_states` in characters
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """The text that is safe to send."""
+    def feed(self, text: str, *, ignore: bool = False) -> str:
+        """The text that is safe to send. `ignore`: a stop that ends in it is none."""
         if self.matched is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
             return text
-        found = self._scan(text)
+        found = self._scan(text, ignore)
         whole = self._held + text
         if found is not None:
             stop, at = found
@@ -51,7 +51,7 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _scan(self, text: str) -> tuple[str, int] | None:
+    def _scan(self, text: str, ignore: bool) -> tuple[str, int] | None:
         """Advance the automata over `text`; the first stop and where in `text` it ends, if any."""
         states = self._states
         automata = list(zip(range(len(states)), self._stops, self._fails, strict=True))
@@ -66,7 +66,9 @@ class StopStrings:
                 if stop[state] == char:
                     state += 1
                     if state == len(stop):
-                        return stop, at + 1
+                        if not ignore:
+                            return stop, at + 1
+                        state = fails[state - 1]
                 states[n] = state
         return None
 

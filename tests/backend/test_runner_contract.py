@@ -17,8 +17,10 @@ from tests.backend.runner_contract import (
     ROWS,
     MakeRunner,
 )
-from tests.devices import BACKEND_PARAMS, BACKENDS, load
+from tests.devices import BACKEND_PARAMS, BACKENDS, WITHOUT_NATIVE, load
 from tests.golden.reference import tiny_model
+
+INT8_KV = () if WITHOUT_NATIVE else (pytest.param("native-int8-kv", marks=pytest.mark.on_cpu),)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeRunner]:
     def make_fake() -> Runner:
         return FakeRunner(BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN, verify=True)
 
-    def maker(backend: str) -> MakeRunner:
+    def maker(backend: str, **more: str) -> MakeRunner:
         return lambda: load(
             backend,
             files,
@@ -40,12 +42,14 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeRunner]:
             max_num_seqs=ROWS,
             max_model_len=MAX_MODEL_LEN,
             threads=1,
+            **more,
         )
 
-    return {"fake": make_fake} | {backend: maker(backend) for backend in BACKENDS}
+    made = {"fake": make_fake} | {backend: maker(backend) for backend in BACKENDS}
+    return made | {"native-int8-kv": maker("native", kv_dtype="int8")}
 
 
-@pytest.mark.parametrize("name", ["fake", *BACKEND_PARAMS])
+@pytest.mark.parametrize("name", ["fake", *BACKEND_PARAMS, *INT8_KV])
 @pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
 def test_contract(
     clause: Callable[[MakeRunner], None], name: str, runners: dict[str, MakeRunner]

@@ -1,4 +1,4 @@
-"""Sampling against float64 references written out in plain Python."""
+"""The CPU pipeline after the shaping of logits, against `sampling.reference`."""
 
 from __future__ import annotations
 
@@ -13,37 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.messages import Sampling
+from headrace.sampling import reference as definition
 from headrace.sampling.params import Columns
 from headrace.sampling.pipeline import STAGES, inverse_cdf, run_stages, sample
 from headrace.sampling.rng import philox, uniform, uniform_reference
 from headrace.sampling.truncation import TopP, keep_largest
 
 Row = tuple[Sampling, int, int]
-
-
-def reference(logits: list[float], sampling: Sampling, choice: int, position: int) -> int:
-    """One draw, by the definitions: filters on sorted lists, then the inverse of the CDF."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if sampling.temperature < 1e-5:
-        return order[0]
-    peak = logits[order[0]]
-    weight = {i: math.exp((logits[i] - peak) / sampling.temperature) for i in order}
-    kept = order[: sampling.top_k] if sampling.top_k else order
-    total, mass = math.fsum(weight[i] for i in kept), 0.0
-    nucleus: list[int] = []
-    for i in kept:
-        if nucleus and sampling.top_p < 1.0 and mass >= sampling.top_p * total:
-            break
-        nucleus.append(i)
-        mass += weight[i]
-    kept = sorted(i for i in nucleus if weight[i] >= sampling.min_p)
-    target = uniform_reference(sampling.seed, choice, position) * math.fsum(weight[i] for i in kept)
-    mass = 0.0
-    for i in kept:
-        mass += weight[i]
-        if mass > target:
-            return i
-    return kept[-1]
 
 
 def draw(logits: Tensor, rows: list[Row]) -> list[int]:
@@ -53,6 +29,8 @@ def draw(logits: Tensor, rows: list[Row]) -> list[int]:
 
 samplings = st.builds(
     Sampling,
+    typical_p=st.sampled_from([0.0, 0.2, 0.7, 0.95, 1.0]),
+    top_n_sigma=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
     temperature=st.sampled_from([0.0, 1e-6, 1e-4, 0.3, 1.0, 5.0, 1e6]),
     top_k=st.sampled_from([0, 1, 2, 5, 40, 10**7]),
     top_p=st.sampled_from([0.0, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
@@ -72,7 +50,10 @@ def test_equals_the_reference_alone_and_among_others(
     logits = 3 * torch.randn(len(rows), 61, generator=torch.Generator().manual_seed(seed))
     logits = logits.round() if ties else logits
     together = draw(logits.clone(), rows)
-    assert together == [reference(logits[i].tolist(), *row) for i, row in enumerate(rows)]
+    assert together == [
+        definition.draw(logits[i].double().numpy(), sampling, choice, range(position), 0)
+        for i, (sampling, choice, position) in enumerate(rows)
+    ]
     assert together == [draw(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
 
 

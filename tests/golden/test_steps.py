@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.cpu.ops import TorchOps
 from headrace.engine.protocol import Runner
 from headrace.errors import EngineError
 from headrace.messages import Grow, Join, Output, Sampling, StepPlan
@@ -301,3 +302,33 @@ def test_low_precision_runs(files: ModelFiles, backend: str, dtype: str) -> None
     assert all(0 <= token < KNOWN_IDS for out in generate(runner, jobs) for token in out)
     assert str(kv_tensors(runner)[0].dtype) == f"torch.{dtype}"
     runner.close()
+
+
+@pytest.mark.parametrize("draws", [(0, 2), (2, 0, 1), ()])
+def test_only_tokens_that_are_drawn_from_pass_the_last_layer(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, draws: tuple[int, ...]
+) -> None:
+    passed: list[int] = []
+    add_mlp = TorchOps.add_mlp
+
+    def noted(self: TorchOps, x: torch.Tensor, *of_layer: Any) -> torch.Tensor:
+        passed.append(x.shape[0])
+        return add_mlp(self, x, *of_layer)
+
+    monkeypatch.setattr(TorchOps, "add_mlp", noted)
+    runner = load("cpu", files, **SETTINGS)
+    step = plan(
+        0,
+        joins=[Join(row, GREEDY, 0, [[2 * row, 2 * row + 1]]) for row in range(3)],
+        rows=[0, 1, 2],
+        starts=[0, 0, 0],
+        counts=[1, 9, 7],
+        ids=[ids(1), ids(9), ids(7)],
+        outputs=[Output.SAMPLE if i in draws else Output.NONE for i in range(3)],
+        draw_from=list(draws),
+        draw_into=list(draws),
+    )
+    assert len(run(runner, step).tokens) == len(draws)
+    layers = runner._forward._model.spec.layers
+    runner.close()
+    assert passed == [17] * (layers - 1) + [len(draws)] * bool(draws)

@@ -14,7 +14,7 @@ import torch
 from headrace.engine.protocol import Runner
 from headrace.messages import Join, Sampling, StepPlan
 from headrace.sources.files import ModelFiles
-from tests.devices import PROCESSORS, load
+from tests.devices import PROCESSORS, WITHOUT_CUDA, load
 from tests.golden.reference import TINY, agree, greedy, tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan
 
@@ -67,6 +67,31 @@ def test_a_seeded_request_is_the_same_among_63_others(
 ) -> None:
     _, files = tiny_model(name, tmp_path)
     a_crowd_changes_nothing(backend, files, longest=20, vocab=131)
+
+
+@pytest.mark.on_cuda
+@pytest.mark.skipif(bool(WITHOUT_CUDA), reason=f"needs cuda: {WITHOUT_CUDA}")
+def test_tables_are_filled_before_a_step_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the stream that fills them is late, and their memory held something else."""
+    from headrace.runner import build_cuda
+
+    forward_on = build_cuda.forward_on
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        waste = torch.full((1 << 28,), 0x7F7F7F7F, dtype=torch.int32, device="cuda")
+        del waste
+        torch.cuda._sleep(1 << 30)  # type: ignore[no-untyped-call]  # half a second
+        return forward_on(*args, **kwargs)
+
+    model, files = tiny_model("qwen2", tmp_path)
+    monkeypatch.setattr(build_cuda, "forward_on", late)
+    runner = load("cuda", files, **SETTINGS)
+    prompt = list(range(16))
+    (tokens,) = generate(runner, [Job(prompt, 12, 7)])
+    assert agree(tokens, greedy(model, prompt, 12)) == 12
+    runner.close()
 
 
 def a_crowd_changes_nothing(backend: str, files: ModelFiles, longest: int, vocab: int) -> None:

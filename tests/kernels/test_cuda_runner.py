@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(CUDA, reason="the contract suite runs on the GPU
 
 BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN, MAX_TOKENS = 16, 4, 4, 32, 12
 FIRST = [11, 7, 3]
+INNER = [9, 1, 30, 2, 2, 66, 0, 8, 51]  # more than a graph holds, and of no interest
 LONG = [5, 60, 42, 42, 9, 33, 2]  # a block and three quarters
 DRAWN = Sampling(temperature=0.9, top_p=0.8, seed=7)
 
@@ -51,8 +52,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return files
 
 
-def interpreted(files: ModelFiles) -> Any:
-    """A CudaRunner on CPU tensors."""
+def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
+    """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library."""
     from headrace.backends.cuda.buffers import Buffers
     from headrace.backends.cuda.device import Card
     from headrace.kernels.tuned import default
@@ -61,11 +62,18 @@ def interpreted(files: ModelFiles) -> Any:
 
     facts = read_facts(Settings(dtype="float32"), files)
     model = load_model(facts.spec, facts.checkpoint, torch.float32)
+    if folded:
+        model.fold_norms()
     plan = Plan(ROWS, MAX_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN)
     card = Card("interpreter", 0, 0, 1, (0, 0))
     buffers = Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
     forward = forward_on(
-        model, plan, BLOCKS, card, buffers, choose=lambda kind, m, n, k: default(m, n)
+        model,
+        plan,
+        BLOCKS,
+        card,
+        buffers,
+        choose=lambda kind, m, n, k: None if folded else default(m, n),
     )
     capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, facts.spec.vocab_size)
     return CudaRunner(forward, capacity)
@@ -139,6 +147,12 @@ def scenario(runner: Runner) -> dict[str, list[int]]:
         steps.forward(row, None)
     steps.forward(2, LONG)
     said["more than a graph holds"] = steps.run()
+    steps.leaves = [3]
+    steps.join(3, [0, 4, 6])
+    steps.forward(3, INNER, draw_into=())
+    assert steps.run() == []
+    steps.forward(3, [7])
+    said["after a chunk that draws nothing"] = steps.run()
     for row in (0, 1, 2, 3):
         steps.forward(row, None)
     ahead = steps.launch()
@@ -149,13 +163,44 @@ def scenario(runner: Runner) -> dict[str, list[int]]:
     return said
 
 
-def test_a_scenario_draws_the_tokens_of_the_cpu(files: ModelFiles) -> None:
+def test_a_scenario_draws_the_tokens_of_the_cpu(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.backends.cuda.ops import CudaOps
+
+    passed: set[tuple[int, int]] = set()  # tokens of a step, those that go through the last layer
+    add_mlp = CudaOps.add_mlp
+
+    def noted(self: Any, x: torch.Tensor, *of_layer: Any) -> torch.Tensor:
+        passed.add((self._ids.shape[0], x.shape[0]))
+        return add_mlp(self, x, *of_layer)
+
+    monkeypatch.setattr(CudaOps, "add_mlp", noted)
     runner = interpreted(files)
     said = scenario(runner)
     assert said == scenario(on_the_cpu(files))
+    assert passed == {(1, 1), (4, 4), (8, 4), (10, 4)}, "none of the step that draws nothing"
     ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
-    assert ways == {"steps_alone": 12, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 1}
+    assert ways == {"steps_alone": 13, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 2}
     runner.close()
+
+
+def test_folded_norms_change_no_token(files: ModelFiles) -> None:
+    drawn = []
+    for runner in (interpreted(files, folded=True), on_the_cpu(files)):
+        steps = Steps(runner)
+        steps.join(0, [3, 1, 8])
+        steps.join(1, [5, 2], DRAWN)
+        steps.forward(0, FIRST)
+        steps.forward(1, LONG)
+        tokens = steps.run()
+        for _ in range(2):
+            steps.forward(0, None)
+            steps.forward(1, None)
+            tokens += steps.run()
+        drawn.append(tokens)
+        runner.close()
+    assert drawn[0] == drawn[1]
 
 
 def test_steady_steps_send_nothing(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

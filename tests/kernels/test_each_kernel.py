@@ -33,8 +33,11 @@ DTYPE = torch.bfloat16 if CUDA else torch.float16
 CASES: dict[str, Case] = {
     "begin_kernel": lambda on: test_elementwise.test_begin(5, 53, DTYPE, on),
     "rms_norm_kernel": lambda on: test_elementwise.test_add_and_norm(3, 53, DTYPE, on),
-    "silu_mul_kernel": lambda on: test_elementwise.test_silu_mul(3, 53, DTYPE, on),
-    "rotary_write_kernel": lambda on: test_elementwise.test_rotary_write(7, 3, 3, 12, DTYPE, on),
+    "inverse_rms_kernel": lambda on: test_elementwise.test_inverse_rms(3, 53, DTYPE, on),
+    "silu_mul_kernel": lambda on: test_elementwise.test_silu_mul(3, 53, True, DTYPE, on),
+    "rotary_write_kernel": lambda on: test_elementwise.test_rotary_write(
+        7, 3, 3, 12, ("scale", "bias"), DTYPE, on
+    ),
     "linear_kernel": lambda on: test_linear.test_linear(3, 37, 53, test_linear.SPLIT, DTYPE, on),
     "gate_up_kernel": lambda on: test_linear.test_gate_up(40, 33, 48, test_linear.WIDE, DTYPE, on),
     "qkv_kernel": lambda on: test_linear.test_qkv(5, 3, 3, 4, 40, test_linear.SPLIT, DTYPE, on),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.begin import begin, begin_reference
-from headrace.kernels.rms_norm import rms_norm, rms_norm_reference
+from headrace.kernels.rms_norm import (
+    inverse_rms,
+    inverse_rms_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from headrace.kernels.rotary import rotary_write, rotary_write_reference
 from headrace.kernels.silu_mul import silu_mul, silu_mul_reference
 from tests.kernels.conftest import CUDA, assert_close
@@ -37,6 +43,15 @@ def test_rms_norm(tokens: int, k: int, dtype: torch.dtype, device: torch.device)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "k"), SIZES)
+def test_inverse_rms(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = draw(tokens, k, dtype=dtype, device=device)
+    out = torch.full((tokens,), float("nan"), device=device)
+    inverse_rms(x, 1e-5, out=out, with_pdl=pdl.supported(device))
+    assert_close(out, inverse_rms_reference(x, 1e-5), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "k"), SIZES)
 def test_add_and_norm(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     x, weight = draw(tokens, k, dtype=dtype, device=device), draw(k, dtype=dtype, device=device)
     ours = draw(tokens, k, dtype=dtype, device=device)
@@ -57,30 +72,49 @@ def test_the_sum_is_rounded_once(dtype: torch.dtype, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize(
     ("tokens", "ffn"), [(1, 16), (3, 53), (2, 2050), pytest.param(8192, 13824, marks=LARGE)]
 )
-def test_silu_mul(tokens: int, ffn: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_silu_mul(
+    tokens: int, ffn: int, scaled: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     gate_up = draw(tokens, 2 * ffn, dtype=dtype, device=device)
     out = torch.full((tokens, ffn), float("nan"), dtype=dtype, device=device)
-    silu_mul(gate_up, out=out, with_pdl=pdl.supported(device))
-    assert_close(out, silu_mul_reference(gate_up), dtype)
+    scale = torch.rand(tokens, device=device) if scaled else None
+    silu_mul(gate_up, scale=scale, out=out, with_pdl=pdl.supported(device))
+    assert_close(out, silu_mul_reference(gate_up, scale), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("scale", "bias")], ids="+".join)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "d"),
     [(1, 2, 1, 16), (7, 3, 3, 12), (5, 8, 2, 64), pytest.param(8192, 40, 8, 128, marks=LARGE)],
 )
 def test_rotary_write(
-    tokens: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: torch.device
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    given: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    qkv = draw(tokens, (heads + 2 * kv_heads) * d, dtype=dtype, device=device)
+    width = (heads + 2 * kv_heads) * d
+    qkv = draw(tokens, width, dtype=dtype, device=device)
+    every = {
+        "scale": torch.rand(tokens, device=device),
+        "bias": draw(width, dtype=dtype, device=device),
+    }
+    more: dict[str, Any] = {name: every[name] for name in given}
     ours, theirs = (paged(tokens, kv_heads, d, dtype, device) for _ in range(2))
     args = (ours.columns, ours.cos, ours.sin)
     out = torch.full((tokens, heads, d), float("nan"), dtype=dtype, device=device)
-    rotary_write(qkv, *args, ours.k, ours.v, heads, out=out, with_pdl=pdl.supported(device))
-    assert_close(out, rotary_write_reference(qkv, *args, theirs.k, theirs.v, heads), dtype)
+    with_pdl = pdl.supported(device)
+    rotary_write(qkv, *args, ours.k, ours.v, heads, out=out, with_pdl=with_pdl, **more)
+    expected = rotary_write_reference(qkv, *args, theirs.k, theirs.v, heads, **more)
+    assert_close(out, expected, dtype)
     for mine, reference in ((ours.k, theirs.k), (ours.v, theirs.v)):
         places = written(reference)
         assert places.any()

@@ -63,7 +63,8 @@ print(json.dumps([counts, failed, launched, poked.tolist()]))
 
 def run(cache: Path) -> Any:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.getcwd()}
+    path = os.pathsep.join([os.getcwd(), *sys.path])
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=environment,

@@ -93,8 +93,10 @@ class Step:
         )
         step = self.attention.mixed(self.columns, plan)
         out = torch.full(self.q.shape, torch.nan, dtype=self.dtype, device=DEVICE)
-        step.attend(self.q, self.cache.k, self.cache.v, out)
-        assert_close(out, self.reference(), self.dtype)
+        found = step.attend(self.q, self.cache.k, self.cache.v, out)
+        assert_close(found, self.reference(), self.dtype)
+        assert found.is_contiguous()
+        self.copied = found is out
         return len(step._dense)
 
     def reference(self) -> Tensor:
@@ -127,6 +129,37 @@ def test_a_chunk_with_little_before_it_goes_dense_too() -> None:
     dense = step.dense((48,), on_the_cpu)
     dense.prepare(step.cache.k, step.cache.v, step.cache.tables)
     assert step.run() == 1
+
+
+@pytest.mark.skipif(
+    CUDA, reason="torch's attention of the CPU stands for cuDNN where there is none"
+)
+@pytest.mark.parametrize(
+    ("spans", "copied"),
+    [
+        ([(0, 46)], False),
+        ([(0, 44), (7, 2), (3, 2)], False),  # of others there is a row too
+        ([(3, 44)], False),
+        ([(3, 44), (9, 2)], True),  # no row is left for the last
+        ([(0, 1), (0, 44)], True),  # nor before the first
+        ([(1, 1), (1, 44)], False),
+        ([(0, 46), (0, 46)], True),
+    ],
+)
+def test_what_covers_the_step_is_not_copied(spans: list[tuple[int, int]], copied: bool) -> None:
+    step = Step(spans, spec_of(4, 2, 16), torch.float32)
+    dense = step.dense((48,), token_major)
+    dense.prepare(step.cache.k, step.cache.v, step.cache.tables)
+    assert step.run() >= 1
+    assert step.copied == copied
+
+
+def token_major(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Lays its output out as cuDNN does: like q."""
+    y, lse = on_the_cpu(q, k, v, causal, scale)
+    return y.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
 def test_which_size_fits() -> None:
@@ -169,3 +202,12 @@ def test_mixed_step_on_the_card(d: int, dtype: torch.dtype) -> None:
     dense.prepare(cache.k, cache.v, cache.tables)
     assert step.run() == 3
     assert step.run() == 3, "again, over memory that the first run left"
+
+
+@pytest.mark.skipif(not CUDA, reason="no GPU: cuDNN's attention runs on the card")
+def test_cudnn_lays_its_output_out_token_by_token() -> None:
+    step = Step([(0, 2000), (700, 40)], spec_of(10, 2, 128), torch.bfloat16)
+    dense = step.dense((2048,), cudnn)
+    dense.prepare(step.cache.k, step.cache.v, step.cache.tables)
+    assert step.run() == 1
+    assert not step.copied

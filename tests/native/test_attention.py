@@ -115,7 +115,8 @@ def reference(case: Case, q: Array, k: Array, v: Array, columns: tuple[Array, ..
     return out
 
 
-def check_attention(pool: Pool, case: Case) -> None:
+def check_attention(pool: Pool, case: Case, chosen: list[int] | None = None) -> None:
+    """`chosen`: tokens that attend; None = all."""
     rng = np.random.default_rng(case.seed)
     columns = case.columns()
     rows, positions, tables = columns
@@ -135,12 +136,30 @@ def check_attention(pool: Pool, case: Case) -> None:
         k_scales=rig.address(k.scales),
         v_scales=rig.address(v.scales),
         window=case.window,
+        flags=0 if chosen is None else abi.OF_HEAD,
     )
-    rig.run(pool, [op], case.step(rows, positions, tables))
+    head_rows = np.array([] if chosen is None else chosen, np.int32)
+    heads = {"head_rows": rig.address(head_rows), "head_count": head_rows.size}
+    rig.run(pool, [op], case.step(rows, positions, tables, **heads))
     wanted = reference(
         case, qkv[:, : case.heads], k.floats(case.kind), v.floats(case.kind), columns
     )
+    if chosen is not None:
+        left_out = np.setdiff1d(np.arange(rows.size), head_rows)
+        assert np.isnan(out[left_out]).all(), "tokens that nobody chose are left alone"
+        out, wanted = out[head_rows], wanted[head_rows]
     np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=TOLERANCE[case.kind])
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[], [1], [0, 46, 1], [5, 4, 3, 2], [*range(7, 45), 70, 71, 73, 74]],
+    ids=["none", "one", "anywhere", "backwards", "runs"],
+)
+def test_chosen_tokens(pool: Pool, chosen: list[int]) -> None:
+    """Alone or, where they follow one another, together."""
+    case = Case([(70, 1), (0, 45), (33, 29)], 6, 2, 64, 16, "float32")
+    check_attention(pool, case, chosen)
 
 
 @pytest.mark.parametrize("kind", ELEMENT)
@@ -273,12 +292,20 @@ def test_norm_before_a_product(
     out = np.full((rows.size, columns), np.nan, np.float32)
     flags = (abi.OF_HEAD if chosen else 0) | (abi.EXACT if exact else 0)
     parts = abi.pointers([matrix.c])
+    gathered = np.full((max(rows.size, 1), columns), np.nan, np.float32)
     ops = [
+        Op(
+            kind=abi.GATHER,
+            flags=abi.OF_HEAD,
+            width=columns,
+            x=rig.address(x),
+            out=rig.address(gathered),
+        ),
         Op(
             kind=abi.QUANTISE,
             flags=flags,
             width=columns,
-            x=rig.address(x),
+            x=rig.address(gathered if chosen else x),
             weight=rig.address(weight),
             epsilon=1e-5,
             acts=rig.address(acts),

@@ -38,10 +38,11 @@ def fill(
     budget: StaticBudget | CostBudget,
     decodes: list[int],
     wishes: list[tuple[int, int]],
-    waiting: bool = False,
+    stalled: bool = False,
 ) -> list[tuple[int, int]]:
     """One step: offer chunks (start, wanted) while the budget is open; what each got."""
-    budget.begin(decodes, waiting=waiting)
+    tokens = sum(wanted for _, wanted in wishes)
+    budget.begin(decodes, stalled=stalled, prompts=len(wishes), tokens=tokens)
     chunks: list[tuple[int, int]] = []
     for start, wanted in wishes:
         if not budget.open:
@@ -132,8 +133,20 @@ def test_progress_when_decodes_alone_break_the_target() -> None:
 def test_while_nothing_decodes_the_step_is_full() -> None:
     budget = CostBudget(COST, MAX_TOKENS, TARGET_S)
     assert granted(fill(budget, [], [(0, 100_000)])) == MAX_TOKENS
-    assert granted(fill(budget, [], [(0, 100_000)], waiting=True)) < MAX_TOKENS
+    assert granted(fill(budget, [], [(0, 100_000)], stalled=True)) < MAX_TOKENS
     assert granted(fill(budget, [], [(0, 100_000)])) == MAX_TOKENS
+
+
+def test_a_burst_is_not_cut() -> None:
+    """More sequences get their first token in a step than wait for their next."""
+    budget = CostBudget(COST, MAX_TOKENS, TARGET_S)
+    burst = [(0, 64)] * 41
+    assert granted(fill(budget, [10] * 40, burst)) == 41 * 64
+    assert granted(fill(budget, [10] * 41, burst)) < 41 * 64, "as many decode"
+    assert granted(fill(budget, [10] * 40, burst, stalled=True)) < 41 * 64
+    long = [(0, 8000)] * 41
+    assert granted(fill(budget, [10] * 40, long)) < 1000, "a step holds but one of them"
+    assert granted(fill(budget, [10], [(0, 8000)])) < 1000
 
 
 def test_a_target_of_zero_is_the_static_budget() -> None:
@@ -161,7 +174,7 @@ wishes_of = st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 9000)), ma
     target_s=st.floats(1e-3, 0.1),
     decodes=st.lists(st.integers(0, 40_000), max_size=40),
     wishes=wishes_of,
-    waiting=st.booleans(),
+    stalled=st.booleans(),
 )
 def test_the_step_stays_below_the_target_or_grants_the_least(
     cost: StepCost,
@@ -169,21 +182,24 @@ def test_the_step_stays_below_the_target_or_grants_the_least(
     target_s: float,
     decodes: list[int],
     wishes: list[tuple[int, int]],
-    waiting: bool,
+    stalled: bool,
 ) -> None:
     decodes = decodes[:max_tokens]
-    chunks = fill(CostBudget(cost, max_tokens, target_s), decodes, wishes, waiting)
+    chunks = fill(CostBudget(cost, max_tokens, target_s), decodes, wishes, stalled)
     total = len(decodes) + granted(chunks)
     assert total <= max_tokens
     assert all(0 <= got <= wanted for (_, got), (_, wanted) in zip(chunks, wishes, strict=False))
     assert all(got == wanted for (_, got), (_, wanted) in zip(chunks[:-1], wishes, strict=False))
     wanted = sum(count for _, count in wishes)
+    room = max_tokens - len(decodes)
+    firsts = len(wishes) * room // wanted if wanted > room else len(wishes)
+    if not stalled and (not decodes or firsts > len(decodes)):
+        assert chunks == fill(StaticBudget(max_tokens), decodes, wishes)
+        return
     least = min(wanted, cost.tile, max_tokens - len(decodes))
     assert granted(chunks) >= least, "progress"
     sure = min(max_tokens, -(-(len(decodes) + cost.tile) // cost.tile) * cost.tile)
-    if not decodes and not waiting:
-        assert granted(chunks) == min(wanted, max_tokens)
-    elif total > sure:
+    if total > sure:
         assert step_s(cost, decodes, chunks) <= target_s * (1 + 1e-9)
 
 
@@ -217,7 +233,23 @@ def test_the_static_budget_counts_tokens(
     decodes = decodes[:max_tokens]
     chunks = fill(StaticBudget(max_tokens), decodes, wishes)
     wanted = sum(count for _, count in wishes)
-    assert granted(chunks) == min(wanted, max_tokens - len(decodes))
+    room = max_tokens - len(decodes)
+    if granted(chunks) < min(wanted, room):
+        left = room - granted(chunks)
+        assert len(chunks) > 1
+        assert chunks[-1][1] == 0
+        assert left < max_tokens / 16
+        assert left < wishes[len(chunks) - 1][1], "it would have fit"
+    else:
+        assert granted(chunks) == min(wanted, room)
+
+
+def test_no_prompt_begins_with_a_crumb() -> None:
+    budget = StaticBudget(8192)
+    assert fill(budget, [], [(0, 8000), (0, 8000)]) == [(0, 8000), (0, 0)]
+    assert fill(budget, [], [(0, 8000), (0, 192), (0, 1)]) == [(0, 8000), (0, 192)]
+    assert fill(budget, [], [(0, 7680), (0, 8000)]) == [(0, 7680), (0, 512)]
+    assert fill(budget, [5] * 8000, [(0, 8000)]) == [(0, 192)], "the first always goes on"
 
 
 # ---------------------------------------------------------------- in the engine

@@ -99,3 +99,28 @@ def test_space_at_the_start_is_kept_unless_nothing_came_before() -> None:
     assert run(ChoiceText(tokenizer), [ids]) == " hello"
     assert run(ChoiceText(tokenizer, prompt_tail=[1]), [ids]) == "hello"
     assert run(ChoiceText(tokenizer, prompt_tail=[1, *ids]), [ids]) == " hello"
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=20),
+    sizes=st.lists(st.integers(0, 5), max_size=10),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=3),
+    least=st.integers(0, 12),
+)
+def test_stop_strings_complete_before_min_tokens_are_text(
+    text: str, sizes: list[int], stops: list[str], least: int
+) -> None:
+    """bugs B012. One that begins before and is complete after counts."""
+    ends = [
+        (end, stop)
+        for end in range(max(1, least), len(text) + 1)
+        for stop in sorted(stops, key=len, reverse=True)
+        if text[:end].endswith(stop)
+    ]
+    choice = ChoiceText(BYTES, stops, min_tokens=least)
+    got = run(choice, cut(list(text.encode()), sizes))
+    if not ends:
+        assert (got, choice.matched) == (text, None)
+    else:
+        end, stop = ends[0]
+        assert (got, choice.matched, choice.n_tokens) == (text[: end - len(stop)], stop, end)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.backends.fake import FakeRunner, reference
-from headrace.backends.fake.model import END_OF_TURN, draw
-from headrace.messages import Grow, Join, Output, Sampling, StepPlan
+from headrace.backends.fake.model import END_OF_TURN, draw, logits
+from headrace.messages import Grow, Join, Output, Rules, Sampling, StepPlan
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -54,7 +54,7 @@ def test_text_is_printable_and_ends_now_and_then() -> None:
 
 
 def test_draws_follow_the_documented_probabilities() -> None:
-    def ranks(sampling: Sampling) -> Counter[int]:
+    def ranks(sampling: Sampling) -> Counter[int | None]:
         state = 12345
         tokens = [draw(state, sampling, 0, position, None) for position in range(4000)]
         return Counter(tokens)
@@ -67,6 +67,23 @@ def test_draws_follow_the_documented_probabilities() -> None:
     assert len(ranks(Sampling(seed=1, top_p=0.5))) == 1
     assert len(ranks(Sampling(seed=1, min_p=0.5))) <= 2
     assert len(ranks(Sampling(seed=1, temperature=100.0))) > 2
+
+
+def test_logits_and_candidates_agree() -> None:
+    """Rules and penalties see the same model: greedy is candidate 0, shares are alike."""
+    harmless = Rules(bias=[(0, 0.0)])
+    for state in range(50):
+        z = logits(state, None)
+        first = draw(state, GREEDY, 0, 3, None)
+        assert draw(state, Sampling(temperature=0.0, rules=harmless), 0, 3, None) == first
+        assert int(z.argmax()) == first
+    other = draw(1, Sampling(temperature=0.0, rules=Rules(banned=list(range(256)))), 0, 3, None)
+    assert other in (256, 257, 258)
+    assert draw(1, Sampling(rules=Rules(allowed=[7], banned=[7])), 0, 3, None) is None
+    tokens = Counter(draw(9, Sampling(rules=harmless), 0, at, None) for at in range(3000))
+    plain = Counter(draw(9, Sampling(), 0, at, None) for at in range(3000))
+    assert tokens.keys() == plain.keys()
+    assert all(abs(tokens[t] - plain[t]) < 200 for t in plain)
 
 
 def test_choices_seeds_and_adapters_differ() -> None:

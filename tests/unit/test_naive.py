@@ -11,7 +11,19 @@ import pytest
 from headrace.bench.naive import NaiveEngine, refuse
 from headrace.config import Settings
 from headrace.errors import ConfigError
-from headrace.messages import Abort, Done, End, Finish, Submit
+from headrace.messages import (
+    Abort,
+    Done,
+    Dry,
+    End,
+    Finish,
+    Grammar,
+    Lz,
+    Repetition,
+    Rules,
+    Sampling,
+    Submit,
+)
 
 STOP = 9
 
@@ -233,6 +245,30 @@ def test_refusals(made: Any) -> None:
     client.drain()
     assert client.dones[1, 6].error == client.dones[1, 1].error == ""
     assert client.engine.stats().finished["refused"] == 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": Sampling(rules=Rules(bias=[(1, 2.0)]))},
+        {"sampling": Sampling(repetition=Repetition(frequency=0.5))},
+        {"sampling": Sampling(repetition=Repetition(1.1, window=5))},
+        {"sampling": Sampling(dry=Dry(0.8))},
+        {"sampling": Sampling(lz=Lz(0.15))},
+        {"sampling": Sampling(top_n_sigma=1.0)},
+        {"sampling": Sampling(logprobs=0)},
+        {"prompt_logprobs": 1},
+        {"grammar": Grammar("regex", "a")},
+    ],
+)
+def test_sampling_that_generate_cannot_do_is_refused(made: Any, fields: dict[str, Any]) -> None:
+    client, _ = made()
+    client.engine.submit(1, Submit(1, [1], 2, **fields))
+    client.engine.submit(1, Submit(2, [1], 2, sampling=Sampling(repetition=Repetition(1.1))))
+    client.drain()
+    assert client.dones[1, 1].error == "invalid_request"
+    assert "the naive engine has no" in client.dones[1, 1].message
+    assert client.dones[1, 2].error == ""
 
 
 def test_a_handle_in_use_is_refused_and_its_first_request_goes_on(made: Any) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.api.body import decode
 from headrace.api.schemas import MAX_N, NOT_YET, Chat, Completion, parse
+from headrace.draws import MAX_BIASES
 from headrace.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "hi"}]
@@ -33,6 +34,37 @@ def chat(**fields: Any) -> tuple[Chat, list[str]]:
         ("min_p", 2),
         ("top_k", -2),
         ("top_k", 1.5),
+        ("typical_p", 1.01),
+        ("top_n_sigma", -2),
+        ("top_n_sigma", 1e9),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", 101),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("penalty_window", -1),
+        ("min_tokens", -1),
+        ("min_tokens", 1.5),
+        ("logit_bias", {"5": 100.5}),
+        ("logit_bias", {"5": -101}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", [5]),
+        ("logit_bias", {str(i): 1 for i in range(MAX_BIASES + 1)}),
+        ("allowed_token_ids", "5"),
+        ("allowed_token_ids", [1.5]),
+        ("banned_token_ids", [True]),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("bad_words", ["w"] * 257),
+        ("dry_multiplier", -1),
+        ("dry_base", 0.5),
+        ("dry_allowed_length", 0),
+        ("dry_window", -1),
+        ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", ["a"] * 17),
+        ("lz_penalty", -0.1),
+        ("lz_window", 0),
         ("n", 0),
         ("n", -1),
         ("n", MAX_N + 1),
@@ -86,8 +118,6 @@ def test_fields_that_cannot_be_honoured_are_refused_unless_they_ask_for_nothing(
     [
         ("logprobs", 0),  # completions: the log-probability of each token
         ("top_logprobs", 1),  # without logprobs
-        ("logit_bias", {"191222": -100}),
-        ("frequency_penalty", 0.5),
         ("tool_choice", "required"),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),

@@ -126,16 +126,20 @@ class StepAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]. Writes k and v first."""
-        if self._written is None:
-            self.store.write(layer, self._write_index, k, v)
-        elif self._written.numel():
-            self.store.write(layer, self._write_index, k[self._written], v[self._written])
+        self.write(layer, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._singles:
             self._attend_singles(layer, group, q, out)
         for chunk in self._chunks:
             self._attend_chunk(layer, chunk, q, k, v, out)
         return out.view(q.shape[0], -1)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k and v [T, kv_heads, d] to the cache, but for rows in `unwritten`."""
+        if self._written is None:
+            self.store.write(layer, self._write_index, k, v)
+        elif self._written.numel():
+            self.store.write(layer, self._write_index, k[self._written], v[self._written])
 
     def _attend_singles(self, layer: int, group: _Singles, q: Tensor, out: Tensor) -> None:
         n, kv_heads, d = group.tokens.numel(), self.store.kv_heads, q.shape[-1]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.attention import Scratch, StepAttention
 from headrace.backends.cpu.kv_store import KvStore
-from headrace.backends.cpu.ops import TorchOps
+from headrace.backends.cpu.ops import TorchOps, Wanted
 from headrace.models.layers import Decoder
 
 AGAIN_BYTES = 32 * 2**20  # of logits that `again` makes at once
@@ -27,7 +27,7 @@ class Batch(msgspec.Struct, frozen=True):
     ids [T] int64; tables [device rows, width] int64 block ids; forward row i is the sequence in
     device row rows[i] and computes positions [starts[i], starts[i] + counts[i]); forward rows in
     `unwritten` find their KV in the cache; the last tokens of forward rows in `chosen`
-    (each once) get logits.
+    (each once) get logits. `whole`: the others may be asked for `again`.
     """
 
     ids: Tensor
@@ -37,6 +37,7 @@ class Batch(msgspec.Struct, frozen=True):
     counts: list[int]
     unwritten: list[int]
     chosen: list[int]
+    whole: bool = False
 
     def last_tokens(self) -> list[int]:
         """The token of each row in `chosen`."""
@@ -69,7 +70,8 @@ class Forward(Protocol):
         """Tokens that one call of `again` takes."""
 
     def again(self, tokens: Sequence[int]) -> Tensor:
-        """Logits of more tokens of the last batch: [n, vocab_size] float32, until the next call.
+        """Logits of more tokens of the last batch, a `whole` one: [n, vocab_size] float32, until
+        the next call.
 
         tokens: ascending places in the batch, at most `most_again`. May overwrite what `logits`
         returned.
@@ -98,10 +100,25 @@ class TorchForward:
             batch.unwritten,
         )
         rotary = self._model.rotary(step.positions, self._model.dtype)
-        ops = TorchOps(batch.ids, step, rotary)
+        tokens = batch.last_tokens()
+        wanted = None
+        self._last = None
+        if len(tokens) < batch.ids.numel() and not batch.whole:
+            wanted = Wanted(tokens, self._alone(batch) if tokens else step)
+        ops = TorchOps(batch.ids, step, rotary, wanted)
         hidden = self._model(ops)
-        self._last = hidden, ops
-        return self._model.logits(hidden[batch.last_tokens()], ops) if batch.chosen else None
+        if batch.whole:
+            self._last = hidden, ops
+        if wanted is None:
+            hidden = hidden[tokens]
+        return self._model.logits(hidden, ops) if tokens else None
+
+    def _alone(self, batch: Batch) -> StepAttention:
+        """The last token of each chosen row as a row of its own, whose K and V are written."""
+        rows = [batch.rows[i] for i in batch.chosen]
+        lasts = [batch.starts[i] + batch.counts[i] - 1 for i in batch.chosen]
+        ones, every = [1] * len(rows), range(len(rows))
+        return StepAttention(self._store, self._scratch, batch.tables[rows], lasts, ones, every)
 
     def peaks(self, logits: Tensor) -> Peaks:
         """See `Forward`."""
@@ -115,7 +132,7 @@ class TorchForward:
 
     def again(self, tokens: Sequence[int]) -> Tensor:
         """See `Forward`."""
-        assert self._last is not None, "again() follows logits()"
+        assert self._last is not None, "again() follows logits() of a whole batch"
         hidden, ops = self._last
         return self._model.logits(hidden[list(tokens)], ops)
 

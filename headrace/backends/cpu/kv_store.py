@@ -3,6 +3,8 @@
 One K and one V tensor a layer, [blocks + 1, kv_heads, block_size, head_dim]: a head's keys within a
 block lie next to each other. The extra last block stays zero for ever: padding reads it, so that
 no stale value (not even NaN) can reach a sequence that does not own it.
+
+int8 caches hold x = scale * q, a float32 scale for each line: one token of one head.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ class KvStore:
         shape = (blocks + 1, kv_heads, block_size, head_dim)
         self.k = [_zero_pages(shape, dtype) for _ in range(layers)]
         self.v = [_zero_pages(shape, dtype) for _ in range(layers)]
+        scaled = layers if dtype == torch.int8 else 0  # else there are no scales
+        self.k_scales = [_zero_pages(shape[:-1], torch.float32) for _ in range(scaled)]
+        self.v_scales = [_zero_pages(shape[:-1], torch.float32) for _ in range(scaled)]
 
     def lines(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V as [(blocks + 1) * kv_heads * block_size, head_dim]; see `line_index`."""
@@ -62,7 +67,9 @@ class KvStore:
         return self.blocks * self.kv_heads * self.block_size
 
     def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
-        """index [tokens * kv_heads] lines, k and v [tokens, kv_heads, head_dim]."""
+        """index [tokens * kv_heads] lines, k and v [tokens, kv_heads, head_dim]. Not for int8:
+        only native kernels, which write by themselves, make it."""
+        assert not self.k_scales, "int8 is written by native kernels"
         k_lines, v_lines = self.lines(layer)
         k_lines.index_copy_(0, index, k.reshape(-1, self.head_dim))
         v_lines.index_copy_(0, index, v.reshape(-1, self.head_dim))
@@ -72,5 +79,5 @@ class KvStore:
         if not pairs:
             return
         source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        for tensor in (*self.k, *self.v):
+        for tensor in (*self.k, *self.v, *self.k_scales, *self.v_scales):
             tensor.index_copy_(0, target, tensor.index_select(0, source))

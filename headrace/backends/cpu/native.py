@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ class Buffers:
         self.qkv = torch.empty(tokens, heads)
         self.y = torch.empty(tokens, spec.heads * spec.head_dim)
         self.gated = torch.empty(tokens, spec.ffn)
+        self.chosen = torch.empty(rows, spec.hidden)  # of x, from `narrow` on
+        self.chosen_y = torch.empty(rows, spec.heads * spec.head_dim)
         self.logits = torch.empty(rows, spec.vocab_rows)
         self.best = torch.empty(rows, dtype=torch.int64)
         self.finite = torch.empty(rows, dtype=torch.int32)
@@ -52,16 +54,25 @@ class Buffers:
 
 class Recorder:
     """Implements `models.ops.Ops` by writing down what is asked. Tensors it returns are buffers
-    that a replay fills."""
+    that a replay fills. whole: the last layer is that of all tokens, not of the chosen ones."""
 
     def __init__(
-        self, model: Decoder, weights: Weights, store: KvStore, buffers: Buffers, *, exact: bool
+        self,
+        model: Decoder,
+        weights: Weights,
+        store: KvStore,
+        buffers: Buffers,
+        *,
+        exact: bool,
+        whole: bool = False,
     ) -> None:
         self.ops: list[Op] = []
+        self._whole = whole
         self._keep: list[Any] = []  # what the ops point at
         self._store, self._buffers, self._exact = store, buffers, exact
         self._names = {id(module): name for name, module in model.named_modules()}
         self._weights = weights
+        self._rows = 0  # OF_HEAD from `narrow` on: a flag of every op
         self._head = "embed.weight" if model.head is None else "head.weight"
 
     def embed(self, embedding: Embedding) -> Tensor:
@@ -78,11 +89,22 @@ class Recorder:
         self._add(abi.ROTATE, (), {"out": b.qkv, **self._cache(layer)})
         return b.qkv
 
+    def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ops`; q stays where it is."""
+        if self._whole:
+            return x, q
+        self._rows = abi.OF_HEAD
+        return self._gather(x, self._buffers.chosen), q
+
+    def _gather(self, x: Tensor, out: Tensor) -> Tensor:
+        self._add(abi.GATHER, (), {"x": x, "out": out}, width=x.shape[1])
+        return out
+
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See `Ops`."""
         y = self._buffers.y
         self._add(abi.ATTEND, (), {"x": q, "out": y, **self._cache(layer)})
-        return y
+        return self._gather(y, self._buffers.chosen_y) if self._rows else y
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         """See `Ops`; in place."""
@@ -97,11 +119,14 @@ class Recorder:
         return x
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """See `Ops`, but x [T, hidden] of all tokens: the step says which rows are chosen."""
+        """See `Ops`; x of all tokens too: the step says which rows are chosen."""
+        if not self._rows:
+            self._rows = abi.OF_HEAD
+            x = self._gather(x, self._buffers.chosen)
         out = self._buffers.logits
         assert weight.shape[0] <= out.shape[1], "padding rows of the vocabulary are cut off later"
         matrices = self._weights[self._head]
-        how = abi.OF_HEAD | self._kind_of_acts(matrices)
+        how = self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
         self._add(abi.LINEAR, matrices, {"out": out}, flags=how, width=out.shape[1], acts=True)
         found = {"x": out, "best": self._buffers.best, "finite": self._buffers.finite}
@@ -129,7 +154,11 @@ class Recorder:
         self._add(kind, matrices, tensors, flags=how | flags, width=out.shape[1], acts=True)
 
     def _cache(self, layer: int) -> dict[str, Tensor]:
-        return {"k": self._store.k[layer], "v": self._store.v[layer]}
+        store = self._store
+        found = {"k": store.k[layer], "v": store.v[layer]}
+        if store.k_scales:
+            found |= {"k_scales": store.k_scales[layer], "v_scales": store.v_scales[layer]}
+        return found
 
     def _kind_of_acts(self, matrices: Sequence[PackedMatrix]) -> int:
         plain = any(matrix.ggml_type in PLAIN_TYPES for matrix in matrices)
@@ -156,7 +185,13 @@ class Recorder:
         for name, tensor in tensors.items():
             assert tensor.is_contiguous(), name
             assert tensor.dtype == _TYPES.get(name, torch.float32) or name in ("k", "v"), name
-        op = Op(kind=kind, flags=flags, width=width, epsilon=epsilon, part_count=len(matrices))
+        op = Op(
+            kind=kind,
+            flags=flags | self._rows,
+            width=width,
+            epsilon=epsilon,
+            part_count=len(matrices),
+        )
         for name, tensor in tensors.items():
             setattr(op, name, tensor.data_ptr())
         if acts:
@@ -165,6 +200,14 @@ class Recorder:
             op.parts = abi.pointers([matrix.c for matrix in matrices])
         self._keep.append((matrices, tensors, op.parts))
         self.ops.append(op)
+
+
+class Whole(NamedTuple):
+    """Ops of a step after which every token's logits can be had, by `head` alone."""
+
+    recorder: Recorder  # keeps alive what the ops point at
+    ops: ctypes.Array[Op]
+    head: ctypes.Array[Op]
 
 
 class NativeForward:
@@ -194,14 +237,21 @@ class NativeForward:
     def _record(self, tokens: int, rows: int) -> None:
         buffers = Buffers(self.pool, self._model, tokens, rows)
         recorder = Recorder(self._model, self._weights, self._store, buffers, exact=self._exact)
+        self._model.logits(self._model(recorder), recorder)
+        self._buffers, self._recorder = buffers, recorder
+        self._ops = (Op * len(recorder.ops))(*recorder.ops)
+        self._whole: Whole | None = None  # recorded when it is first asked for
+        self._last: Batch | None = None  # the whole batch whose residual stream is in the buffers
+
+    def _record_whole(self) -> Whole:
+        recorder = Recorder(
+            self._model, self._weights, self._store, self._buffers, exact=self._exact, whole=True
+        )
         hidden = self._model(recorder)
         body = len(recorder.ops)
         self._model.logits(hidden, recorder)
-        self._buffers, self._recorder = buffers, recorder
-        self._ops = (Op * len(recorder.ops))(*recorder.ops)
-        head = recorder.ops[body:]
-        self._head_ops = (Op * len(head))(*head)
-        self._last: Batch | None = None  # what the buffers hold the residual stream of
+        ops, head = recorder.ops, recorder.ops[body:]
+        return Whole(recorder, (Op * len(ops))(*ops), (Op * len(head))(*head))
 
     @property
     def ops(self) -> Sequence[Op]:
@@ -211,8 +261,10 @@ class NativeForward:
     def logits(self, batch: Batch) -> Tensor | None:
         """See `Forward`."""
         self.reserve(batch.ids.numel(), len(batch.chosen))
-        self.run(batch, self._ops)
-        self._last = batch
+        if batch.whole:
+            self._whole = self._whole or self._record_whole()
+        self.run(batch, self._whole.ops if self._whole and batch.whole else self._ops)
+        self._last = batch if batch.whole else None
         if not batch.chosen:
             return None
         return self._buffers.logits[: len(batch.chosen), : self._model.spec.vocab_size]
@@ -280,13 +332,14 @@ class NativeForward:
 
     def again(self, tokens: Sequence[int]) -> Tensor:
         """See `Forward`. The residual stream of the last step still stands in its buffer."""
-        assert self._last is not None, "again() follows logits()"
+        assert self._last is not None, "again() follows logits() of a whole batch"
+        assert self._whole is not None, "a whole batch is recorded"
         assert len(tokens) <= self._buffers.rows, f"{len(tokens)} tokens, room for fewer"
-        self.run(self._last, self._head_ops, np.array(tokens, np.int64))
+        self.run(self._last, self._whole.head, np.array(tokens, np.int64))
         return self._buffers.logits[: len(tokens), : self._model.spec.vocab_size]
 
     def close(self) -> None:
         """End the pool; drop weights and buffers."""
         self.pool.close()
         del self._model, self._weights, self._store, self._buffers, self._recorder, self._ops
-        del self._head_ops, self._last
+        del self._whole, self._last

@@ -140,11 +140,13 @@ class StepAttention:
             columns.tables,
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         """q, out [T, heads, d]; k, v a layer's cache, where the step's own k and v are already.
 
-        Where dense chunks may come, q's memory goes on for `PADDING` rows at both ends.
+        Where dense chunks may come, q's memory goes on for `PADDING` rows at both ends. Returns
+        `out`, or in its stead what cuDNN wrote, where that has a row for every token.
         """
+        out = self._attend_dense(q, k, v, out)
         shared, singles = self._shared, self._singles
         if singles:
             config, splits = shared.decoding(singles)
@@ -170,6 +172,17 @@ class StepAttention:
                 scratch=shared.parts,
                 out=out,
             )
-        for span, size in self._dense:
-            assert shared.dense is not None, "no plan has dense chunks without"
-            shared.dense.attend(span, size, q, k, v, self._columns.tables, out)
+        return out
+
+    def _attend_dense(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        tokens, dense = q.shape[0], self._shared.dense
+        for i, (span, size) in enumerate(self._dense):
+            assert dense is not None, "no plan has dense chunks without"
+            y = dense.attend(span, size, q, k, v, self._columns.tables)
+            before = span.start - span.first  # rows of y before the step's first token
+            if i == 0 and 0 <= before <= size - tokens and y.is_contiguous():
+                out = y[before : before + tokens]
+            else:
+                own = y[span.start : span.start + span.count]
+                out[span.first : span.first + span.count].copy_(own)
+        return out

@@ -26,13 +26,15 @@ class Buffers:
 
         self.x = rows(tokens, spec.hidden)
         self.normed = rows(tokens, spec.hidden)
+        self.scale = torch.zeros(tokens, dtype=torch.float32, device=device)  # a norm's, a token
         self.qkv = rows(tokens, q_width + 2 * kv_width)
         q = rows(PADDING + tokens + PADDING, q_width)[PADDING : PADDING + tokens]
         self.q = q.view(tokens, spec.heads, spec.head_dim)
         self.attended = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
         self.gate_up = rows(tokens, 2 * spec.ffn)
         self.inner = rows(tokens, spec.ffn)
-        self.chosen = rows(draws, spec.hidden)
+        self.chosen = rows(draws, spec.hidden)  # the stream of tokens whose logits are wanted
+        self.chosen_q = rows(draws, q_width).view(draws, spec.heads, spec.head_dim)
         self.logits = rows(draws, spec.vocab_size)
         self.spread = rows(draws, spec.vocab_size)  # a row of logits for each draw, where n > 1
 

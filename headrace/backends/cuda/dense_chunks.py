@@ -3,8 +3,9 @@
 cuDNN plans a shape anew in 0.1 to 1 s when it first meets it, on the host, so sequences are padded
 up to a few sizes that are planned before the server is ready, with as many queries as keys. Keys of
 the padding lie after every query, so that causality hides them. Queries that no chunk has, behind
-it and for what was computed before it, are whatever lies there; their outputs are dropped. A chunk
-that no planned size fits is `attention_prefill.prefill`'s.
+it and for what was computed before it, are whatever lies there; their outputs mean nothing. Where
+the output has a row for every token of the step, the step's other tokens are written into it and
+nothing is copied. A chunk that no planned size fits is `attention_prefill.prefill`'s.
 """
 
 from __future__ import annotations
@@ -89,20 +90,20 @@ class DenseChunks:
         return 0
 
     def attend(
-        self, span: Span, size: int, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, out: Tensor
-    ) -> None:
-        """A chunk over its sequence so far.
+        self, span: Span, size: int, q: Tensor, k: Tensor, v: Tensor, tables: Tensor
+    ) -> Tensor:
+        """A chunk over its sequence so far -> [size, heads, d], new.
+
+        Row i is the step's token span.first - span.start + i; rows of others mean nothing.
 
         q [T, heads, d], in memory that goes on for PADDING rows at both ends; k, v [blocks,
-        kv_heads, block_size, d]; tables [rows, width]; out [T, heads, d], of which the chunk's are
-        written.
+        kv_heads, block_size, d]; tables [rows, width].
         """
-        first, start, count = span.first, span.start, span.count
-        total = start + count
+        total = span.start + span.count
         gather(k, v, tables, span.row, total, self._buffer.k, self._buffer.v, padded=size)
-        begin = q.storage_offset() + (first - start) * q.stride(0)
+        begin = q.storage_offset() + (span.first - span.start) * q.stride(0)
         queries = q.as_strided((size, *q.shape[1:]), q.stride(), begin)
-        out[first : first + count].copy_(self._run(queries, size)[start:total])
+        return self._run(queries, size)
 
     def _run(self, q: Tensor, size: int) -> Tensor:
         """q [>= size, heads, d] over the buffer -> [size, heads, d]."""

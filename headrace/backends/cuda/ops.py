@@ -23,7 +23,7 @@ from headrace.kernels.gate_up import gate_up
 from headrace.kernels.linear import linear
 from headrace.kernels.product import Config, Workspace
 from headrace.kernels.qkv import qkv
-from headrace.kernels.rms_norm import rms_norm
+from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.silu_mul import silu_mul
 from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
@@ -47,14 +47,32 @@ class Place:
     pdl: bool  # kernels start while the one before drains
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The tokens of a step whose logits are wanted: their places in it [n] int32, and their
+    attention, each a query of its own whose K and V the cache has."""
+
+    places: Tensor
+    attention: StepAttention
+
+
 class CudaOps:
-    """One step of `tokens` tokens. `columns` and `ids` hold that many entries on the device."""
+    """One step of `tokens` tokens. `columns` and `ids` hold that many entries on the device.
+
+    wanted: None = the whole step goes through the last layer. Else what that layer returns stands
+    in the buffer `chosen`.
+    """
 
     def __init__(
-        self, place: Place, columns: StepColumns, ids: Tensor, attention: StepAttention
+        self,
+        place: Place,
+        columns: StepColumns,
+        ids: Tensor,
+        attention: StepAttention,
+        wanted: Wanted | None = None,
     ) -> None:
         self._place, self._columns, self._ids = place, columns, ids
-        self._attention = attention
+        self._attention, self._wanted = attention, wanted
         self._tokens = ids.shape[0]
 
     def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
@@ -68,6 +86,11 @@ class CudaOps:
     def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         out = self._place.buffers.normed[: x.shape[0]]
         return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl)
+
+    def _scale(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """What is left of a folded norm: a factor for each row of the product behind it."""
+        out = self._place.buffers.scale[: x.shape[0]]
+        return inverse_rms(x, norm.eps, out=out, with_pdl=self._place.pdl)
 
     def embed(self, embedding: Embedding) -> Tensor:
         """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
@@ -103,11 +126,15 @@ class CudaOps:
                 q=out,
                 **self._options(config),
             )
-        x, both = self._normed(x, norm), place.buffers.qkv[:n]
-        if weights.bias is None:
+        both, scale, bias = place.buffers.qkv[:n], None, weights.bias
+        if norm.folded:
+            scale = self._scale(x, norm)
             torch.mm(x, weights.weight.t(), out=both)
+        elif bias is None:
+            torch.mm(self._normed(x, norm), weights.weight.t(), out=both)
         else:
-            torch.addmm(weights.bias, x, weights.weight.t(), out=both)
+            torch.addmm(bias, self._normed(x, norm), weights.weight.t(), out=both)
+            bias = None
         return rotary_write(
             both,
             self._columns,
@@ -116,15 +143,30 @@ class CudaOps:
             k,
             v,
             out.shape[1],
+            scale=scale,
+            bias=bias,
             out=out,
             with_pdl=place.pdl,
         )
+
+    def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ops`."""
+        wanted = self._wanted
+        if wanted is None:
+            return x, q
+        self._tokens, self._attention = wanted.places.shape[0], wanted.attention
+        chosen = self._place.buffers.chosen[: self._tokens]
+        chosen_q = self._place.buffers.chosen_q[: self._tokens]
+        if self._tokens:
+            torch.index_select(x, 0, wanted.places, out=chosen)
+            torch.index_select(q, 0, wanted.places, out=chosen_q)
+        return chosen, chosen_q
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """-> [T, heads * d]."""
         store = self._place.store
         out = self._place.buffers.attended[: self._tokens]
-        self._attention.attend(q, store.k[layer], store.v[layer], out)
+        out = self._attention.attend(q, store.k[layer], store.v[layer], out)
         return out.view(self._tokens, -1)
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
@@ -156,8 +198,9 @@ class CudaOps:
             gate_up(x, weight, norm=(norm.weight, norm.eps), out=inner, **self._options(config))
         else:
             both = buffers.gate_up[:n]
-            torch.mm(self._normed(x, norm), weight.t(), out=both)
-            silu_mul(both, out=inner, with_pdl=self._place.pdl)
+            scale = self._scale(x, norm) if norm.folded else None
+            torch.mm(x if norm.folded else self._normed(x, norm), weight.t(), out=both)
+            silu_mul(both, scale=scale, out=inner, with_pdl=self._place.pdl)
         return self._add("down", x, inner, mlp.down)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:

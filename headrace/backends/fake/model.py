@@ -4,19 +4,30 @@ state[p] = advance(state[p-1], token[p]), a 64-bit mix; root(adapter) is the sta
 Each state has eight candidates: mostly lowercase letters and spaces, the end of turn first in about
 1 of 200 states. Candidate i has the probability 2**-(i / temperature), cut by top_k, top_p and
 min_p and scaled to 1. Greedy takes candidate 0; a draw depends on state, seed, choice and position.
+
+Draws that ask for more (rules, penalties, a grammar mask, other filters) go by `sampling.reference`
+over `logits`: those of the candidates are TOP + the logarithms of their weights, all others lie far
+below, so that something is left whatever is forbidden.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
+
 from headrace.messages import Sampling
+from headrace.sampling import reference as definition
 
 VOCAB_SIZE = 259
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = 256, 257, 258
 CANDIDATES = 8
 LETTERS = b"etaoinshrdlucmfwypvbgk eta oin "  # often 'e', 't', 'a'; spaces now and then
 END_ONE_IN = 200
+TOP = 8.0  # positive, so that a repetition penalty has something to divide
+FLOOR = -40.0  # logits of tokens that are no candidates lie in (FLOOR - 8, FLOOR]
 
 _MASK = 2**64 - 1
 
@@ -46,8 +57,49 @@ def candidate(state: int, rank: int, eos: int | None) -> int:
     return LETTERS[(bits >> 32) % len(LETTERS)]
 
 
-def draw(state: int, sampling: Sampling, choice: int, position: int, eos: int | None) -> int:
-    """The token at `position`, given the state of the one before it."""
+def logits(state: int, eos: int | None) -> definition.Row:
+    """[VOCAB_SIZE]: what the model says at temperature 1."""
+    z = np.array([FLOOR - (_mix(state ^ token) >> 61) for token in range(VOCAB_SIZE)], np.float64)
+    weights: dict[int, float] = {}
+    for rank in range(CANDIDATES):
+        token = candidate(state, rank, eos)
+        weights[token] = weights.get(token, 0.0) + 2.0**-rank
+    for token, weight in weights.items():
+        z[token] = TOP + math.log(weight)
+    return z
+
+
+def _plain(s: Sampling) -> bool:
+    """Only the candidates matter."""
+    shaped = s.needs_history or s.rules is not None
+    return not shaped and s.typical_p >= 1 and s.top_n_sigma <= 0
+
+
+def draw(
+    state: int,
+    sampling: Sampling,
+    choice: int,
+    position: int,
+    eos: int | None,
+    *,
+    ids: Sequence[int] = (),
+    prompt_tokens: int = 0,
+    mask: definition.Mask | None = None,
+) -> int | None:
+    """The token at `position`, given the state of the one before it; None if none is allowed.
+
+    ids: the sequence before it, where sampling needs a history.
+    """
+    if _plain(sampling) and mask is None:
+        return _draw_candidate(state, sampling, choice, position, eos)
+    known = ids if sampling.needs_history else range(position)
+    assert len(known) == position, f"{len(known)} ids before position {position}"
+    return definition.draw(logits(state, eos), sampling, choice, known, prompt_tokens, mask)
+
+
+def _draw_candidate(
+    state: int, sampling: Sampling, choice: int, position: int, eos: int | None
+) -> int:
     if sampling.temperature == 0:
         return candidate(state, 0, eos)
     weights = [2 ** -(rank / sampling.temperature) for rank in range(CANDIDATES)]
@@ -81,8 +133,10 @@ def reference(
     state = root(adapter)
     for token in prompt:
         state = advance(state, token)
-    tokens: list[int] = []
+    ids = prompt.copy()
     for position in range(len(prompt), len(prompt) + n_tokens):
-        tokens.append(draw(state, sampling, choice, position, eos))
-        state = advance(state, tokens[-1])
-    return tokens
+        drawn = draw(state, sampling, choice, position, eos, ids=ids, prompt_tokens=len(prompt))
+        assert drawn is not None, f"no token is allowed at position {position}"
+        ids.append(drawn)
+        state = advance(state, drawn)
+    return ids[len(prompt) :]

@@ -16,10 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
 from headrace.engine.protocol import Capacity, Masks, StepCost
 from headrace.messages import Join, Logprobs, Output, StepPlan, StepResult
+from headrace.sampling.shaping import unpacked
 
 MAX_IN_FLIGHT = 2
 _OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
@@ -28,7 +32,7 @@ _OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 class _Row:
     """One device row: what a real runner keeps in device tables."""
 
-    __slots__ = ("acquired", "blocks", "join", "last", "root")
+    __slots__ = ("acquired", "blocks", "history", "join", "last", "root")
 
     def __init__(self, join: Join, step: int) -> None:
         self.join = join
@@ -36,6 +40,13 @@ class _Row:
         self.acquired = dict.fromkeys(self.blocks, step)  # block -> step it came into this table
         self.root = root(join.adapter)
         self.last: int | None = None  # token last drawn into this row
+        self.history = list(join.history) if join.sampling.needs_history else None
+
+    def learn(self, position: int, ids: list[int]) -> None:
+        """ids stand at `position` and after it."""
+        if self.history is not None:
+            assert position <= len(self.history), f"a hole in the history before {position}"
+            self.history[position : position + len(ids)] = ids
 
 
 class FakeTicket:
@@ -49,26 +60,22 @@ class FakeTicket:
         self.prompts: list[list[Logprobs]] = []
         self.touched: set[int] = set()  # blocks that the step reads or writes
         self.tokens: list[int] | None = None
+        self.failed: list[tuple[int, str]] = []
         self.ready_s = 0.0
         self.busy_s = 0.0
         self._runner = runner
 
     def finish(self, masks: Masks | None = None) -> None:
         """Draw. See `engine.protocol.Ticket`."""
-        assert masks is None, "the fake runner knows no grammar masks"
         assert self.tokens is None, f"step {self.plan.step} is finished twice"
-        self.tokens = self._runner._draw(self)
+        self.tokens = self._runner._draw(self, masks)
 
     def result(self) -> StepResult:
         """The tokens, once the modelled time has passed. See `engine.protocol.Ticket`."""
         assert self.tokens is not None, f"result of step {self.plan.step} before its finish"
         self._runner._await(self)
         return StepResult(
-            self.plan.step,
-            self.tokens,
-            busy_s=self.busy_s,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompts,
+            self.plan.step, self.tokens, self.failed, self.busy_s, self.logprobs, self.prompts
         )
 
 
@@ -194,6 +201,7 @@ class FakeRunner:
             assert row.last is not None, "no token was drawn into this row yet"
             ids = [row.last]
         assert len(ids) == count, f"{len(ids)} ids for {count} positions"
+        row.learn(start, ids)
         if self._verify:
             self._check_chain(row, start)
         state = row.root
@@ -217,32 +225,64 @@ class FakeRunner:
         block = row.blocks[position // self._block_size]
         return block * self._block_size + position % self._block_size
 
-    def _draw(self, ticket: FakeTicket) -> list[int]:
+    def _draw(self, ticket: FakeTicket, masks: Masks | None) -> list[int]:
         plan = ticket.plan
+        allowed: dict[int, npt.NDArray[np.bool_]] = {}
+        if masks is not None:
+            for j, bits in zip(masks.draws, masks.bits, strict=True):
+                allowed[j] = unpacked(bits, VOCAB_SIZE)
         tokens: list[int] = []
-        for source, target in zip(plan.draw_from, plan.draw_into, strict=True):
+        for j, (source, target) in enumerate(zip(plan.draw_from, plan.draw_into, strict=True)):
             assert plan.outputs[source] != Output.NONE, "a draw from a row without logits"
             row = self._rows[target]
             position = plan.starts[source] + plan.counts[source]
-            state, join = ticket.states[source], row.join
-            row.last = draw(state, join.sampling, join.choice, position, self._eos)
-            tokens.append(row.last)
-            if (count := join.sampling.logprobs) >= 0:
-                ticket.logprobs += [None] * (len(tokens) - 1 - len(ticket.logprobs))
-                ticket.logprobs.append(report(state, row.last, count, self._eos))
-        if ticket.logprobs:
-            ticket.logprobs += [None] * (len(tokens) - len(ticket.logprobs))
-        for i, count, after in plan.prompts:
-            ids = plan.ids[i]
-            assert ids is not None, "a prompt is known"
-            targets = ids[1:] + ([after] if after >= 0 else [])
-            states = ticket.traces[i][: len(targets)]
-            pairs = zip(states, targets, strict=True)
-            ticket.prompts.append([report(s, t, count, self._eos) for s, t in pairs])
+            token = self._draw_one(row, ticket.states[source], position, allowed.get(j))
+            if self._verify and row.history is not None:
+                self._check_history(row.history, self._rows[plan.rows[source]], position)
+            if token is None:
+                ticket.failed.append((j, "no token is allowed"))
+            row.last = token or 0  # a step ahead may compute what failed
+            row.learn(position, [row.last])
+            tokens.append(-1 if token is None else token)
+        self._report(ticket, tokens)
         ticket.busy_s = self._modelled_s(plan)
         self._free_s = max(self._free_s, self._clock()) + ticket.busy_s
         ticket.ready_s = self._free_s
         return tokens
+
+    def _draw_one(
+        self, row: _Row, state: int, position: int, mask: npt.NDArray[np.bool_] | None
+    ) -> int | None:
+        join = row.join
+        return draw(
+            state,
+            join.sampling,
+            join.choice,
+            position,
+            self._eos,
+            ids=(row.history or [])[:position],
+            prompt_tokens=join.prompt_tokens,
+            mask=mask,
+        )
+
+    def _report(self, ticket: FakeTicket, tokens: list[int]) -> None:
+        """Log-probabilities of what was drawn, and of the prompts that ask."""
+        plan = ticket.plan
+        asked = [self._rows[target].join.sampling.logprobs for target in plan.draw_into]
+        if max(asked, default=-1) >= 0:
+            columns = zip(plan.draw_from, tokens, asked, strict=True)
+            ticket.logprobs = [
+                report(ticket.states[source], token, count, self._eos)
+                if count >= 0 and token >= 0
+                else None
+                for source, token, count in columns
+            ]
+        for i, count, after in plan.prompts:
+            ids = plan.ids[i]
+            assert ids is not None, "a prompt is known"
+            targets = ids[1:] + ([after] if after >= 0 else [])
+            pairs = zip(ticket.traces[i][: len(targets)], targets, strict=True)
+            ticket.prompts.append([report(s, t, count, self._eos) for s, t in pairs])
 
     def _modelled_s(self, plan: StepPlan) -> float:
         cost = self._capacity.cost
@@ -269,6 +309,12 @@ class FakeRunner:
             slot = self._slot(row, position)
             state = advance(state, self._tokens[slot])
             assert self._states[slot] == state, f"position {position}: stale or foreign KV"
+
+    def _check_history(self, history: list[int], source: _Row, position: int) -> None:
+        """What a row remembers is what the forward row that it draws from computed."""
+        for at in range(position):
+            wrong = f"position {at} of the history is {history[at]}"
+            assert history[at] == self._tokens[self._slot(source, at)], wrong
 
     def _check_fence(self, plan: StepPlan) -> None:
         """No block that is written belongs to others, or was theirs in a step still in flight.

@@ -77,6 +77,14 @@ void hr_pack_rows(int32_t type, int32_t columns, const uint8_t* raw, int32_t cou
   HR_ISA::pack_rows(type, columns, raw, count, targets, out);
 }
 
+// 1: rows of `source` floats became rows of `type` at `out`. 0: no such pair of types, or blocks do
+// not fill a row, or the instruction set (see `find`) is not here.
+int32_t hr_quantise_rows(int32_t type, int32_t source, int32_t columns, const uint8_t* raw,
+                         int32_t count, uint8_t* out, const char* isa) {
+  const Kernels* kernels = find(isa);
+  return kernels && kernels->quantise_rows(type, source, columns, raw, count, out);
+}
+
 // Null if this processor or this library lacks the instruction set. See Pool for the other arguments.
 void* hr_pool_new(int32_t threads, const int32_t* cores, int32_t spin_us, const char* isa) {
   const Kernels* kernels = find(isa);

@@ -74,24 +74,29 @@ HR_INLINE void write_exact(const F* x, ExactBlock* out, int row) {
   for (int i = 0; i < kBlock; ++i) out->x[i][row] = some[i];
 }
 
+// x = scale * q. A NaN or an infinity makes the scale one, so that it is not lost in the rounding.
+float write_eight(const float* x, int width, int8_t* out) {
+  F high = zero();
+  int i = 0;
+  for (; i + L <= width; i += L) high = magnitude_max(high, load(x + i));
+  float rest[L] = {};
+  memcpy(rest, x + i, (width - i) * sizeof(float));
+  const float top = highest_magnitude(magnitude_max(high, load(rest)));
+  const F inverse = set1(top > 0.0f ? 127.0f / top : 0.0f);
+  for (i = 0; i + L <= width; i += L) store_i8(out + i, nearest(mul(load(x + i), inverse)));
+  int8_t last[L];
+  store_i8(last, nearest(mul(load(rest), inverse)));
+  memcpy(out + i, last, width - i);
+  return top * (1.0f / 127.0f);
+}
+
 // One line of the cache. Returns the scale of an int8 line.
 float write_line(const float* x, int width, void* line, int type) {
   if (type == kF32) {
     memcpy(line, x, width * sizeof(float));
     return 1.0f;
   }
-  if (type == kQ8_0) {
-    float top = 0.0f, check = 0.0f;
-    for (int i = 0; i < width; ++i) {
-      const float magnitude = fabsf(x[i]);
-      top = magnitude > top ? magnitude : top;
-      check += x[i] * 0.0f;
-    }
-    const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
-    int8_t* out = static_cast<int8_t*>(line);
-    for (int i = 0; i < width; ++i) out[i] = static_cast<int8_t>(lrintf(x[i] * inverse));
-    return top / 127.0f + check;
-  }
+  if (type == kQ8_0) return write_eight(x, width, static_cast<int8_t*>(line));
   uint16_t* out = static_cast<uint16_t*>(line);
   int i = 0;
   for (; i + L <= width; i += L) {
@@ -123,8 +128,7 @@ void quantise(const Work& work) {
   const int width = op.width, blocks = ceil_div(width, kBlock);
   const Rows rows = rows_of_piece(work);
   for (int row = rows.first; row < rows.last; ++row) {
-    const int source = op.flags & kOfHead ? work.step->head_rows[row] : row;
-    const float* x = op.x + static_cast<int64_t>(source) * width;
+    const float* x = op.x + static_cast<int64_t>(row) * width;
     const float scale = op.weight ? norm_scale(x, width, op.epsilon) : 1.0f;
     const int64_t tile = row / kTile;
     for (int b = 0; b < blocks; ++b) {
@@ -176,6 +180,15 @@ void rotate(const Work& work) {
         op.v_scales[line] = v_scale;
       }
     }
+  }
+}
+
+void gather(const Work& work) {
+  const Op& op = *work.op;
+  const Rows rows = rows_of_piece(work);
+  for (int64_t row = rows.first; row < rows.last; ++row) {
+    const int64_t source = work.step->head_rows[row];
+    memcpy(op.out + row * op.width, op.x + source * op.width, op.width * sizeof(float));
   }
 }
 

@@ -7,5 +7,6 @@ namespace HR_ISA {
 void quantise(const Work& work);
 void rotate(const Work& work);
 void peaks(const Work& work);
+void gather(const Work& work);
 
 }  // namespace HR_ISA

@@ -11,8 +11,7 @@ struct Span {
 struct Work {
   const Op* op;
   const Step* step;
-  const Span* spans;  // of attention
-  int32_t span_count;
+  const Span* spans;  // of this attention
   int32_t threads;
   int32_t piece;      // 0 <= piece < pieces(op, ...)
   float* scratch;     // of this thread; scratch_floats(step) long
@@ -26,6 +25,9 @@ struct Kernels {
   void (*rotate)(const Work&);
   void (*attend)(const Work&);
   void (*peaks)(const Work&);
+  void (*gather)(const Work&);
+  bool (*quantise_rows)(int type, int source, int columns, const uint8_t* raw, int count,
+                        uint8_t* out);
 };
 
 // The tables that were compiled in.
@@ -79,6 +81,7 @@ static inline int64_t scratch_floats(const Step& step) {
   return static_cast<int64_t>(wide) * kKeys * 2 + static_cast<int64_t>(queries) * (2 * wide + kKeys + 2);
 }
 
+// `spans`: of attention over the rows of this op.
 static inline int pieces_of(const Op& op, const Step& step, int spans, int threads) {
   const int rows = rows_of(op, step);
   switch (op.kind) {

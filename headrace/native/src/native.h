@@ -42,16 +42,17 @@ struct ExactBlock {
 
 enum OpKind : int32_t {
   kEmbed = 0,    // out[t] = row ids[t] of parts[0]
-  kQuantise,     // acts = x, or x normed by `weight`; of the rows in Step.head_rows with kOfHead
+  kQuantise,     // acts = x, or x normed by `weight`
   kLinear,       // out = acts * parts^T (+ bias) (+ out with kAdd); parts side by side
   kGated,        // out = silu(acts * parts[0]^T) * (acts * parts[1]^T)
   kRotate,       // x = qkv: q turned and scaled in place, k turned and v to the cache of a layer
   kAttend,       // out = attention of the queries in x over the cache of a layer
   kPeaks,        // best[i], finite[i] of row i of x [head_count, stride], its first `width` columns
+  kGather,       // out[i] = row head_rows[i] of x
 };
 enum OpFlags : int32_t {
   kAdd = 1,
-  kOfHead = 2,
+  kOfHead = 2,  // of head_count rows, not of `tokens`; attention: of the tokens in head_rows
   kExact = 4,  // acts are ExactBlocks; the only kind that plain float weights take
 };
 
@@ -79,9 +80,9 @@ struct Op {
 
 struct Step {
   int32_t tokens;
-  int32_t head_count;          // rows that the output layer takes
+  int32_t head_count;          // tokens whose logits are wanted
   const int32_t* ids;          // [tokens]
-  const int32_t* head_rows;    // [head_count] tokens, ascending
+  const int32_t* head_rows;    // [head_count] those tokens, each once
   const int32_t* rows;         // [tokens] row of `tables`
   const int32_t* positions;    // [tokens]
   const int32_t* writes;       // [tokens] 1: store k and v

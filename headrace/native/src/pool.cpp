@@ -53,15 +53,20 @@ void pin(int core) {
 #endif
 }
 
-// Queries that attention takes together: consecutive positions of one sequence.
-void cut_spans(const Step& step, std::vector<Span>* spans) {
+// Queries that attention takes together: consecutive positions of one sequence. Of `count` tokens;
+// `tokens` names them, null: the first of the step.
+void cut_spans(const Step& step, const int32_t* tokens, int count, std::vector<Span>* spans) {
   const int most = queries_a_task(step);
-  for (int first = 0, next = 0; first < step.tokens; first = next) {
-    for (next = first + 1; next < step.tokens && next - first < most; ++next) {
-      if (step.rows[next] != step.rows[first]) break;
-      if (step.positions[next] != step.positions[first] + next - first) break;
+  spans->clear();
+  for (int first = 0, next = 0; first < count; first = next) {
+    const int token = tokens ? tokens[first] : first;
+    for (next = first + 1; next < count && next - first < most; ++next) {
+      const int other = token + next - first;
+      if (tokens && tokens[next] != other) break;
+      if (step.rows[other] != step.rows[token]) break;
+      if (step.positions[other] != step.positions[token] + next - first) break;
     }
-    spans->push_back({first, next - first});
+    spans->push_back({token, next - first});
   }
 }
 
@@ -126,8 +131,10 @@ void Pool::plan(const Op* ops, int count, const Step& step) {
   bool attends = false;
   for (const Op& op : ops_) attends |= op.kind == kAttend;
   scratch_floats_ = attends ? scratch_floats(step) : 0;
-  spans_.clear();
-  if (attends) cut_spans(step, &spans_);
+  if (attends) {
+    cut_spans(step, nullptr, step.tokens, &spans_);
+    cut_spans(step, step.head_rows, step.head_rows ? step.head_count : 0, &head_spans_);
+  }
   if (progress_size_ < ops_.size()) {
     progress_size_ = ops_.size();
     progress_ = std::make_unique<Progress[]>(progress_size_);
@@ -136,7 +143,7 @@ void Pool::plan(const Op* ops, int count, const Step& step) {
     progress_[i].taken = 0;
     progress_[i].done = 0;
     progress_[i].pieces =
-        pieces_of(ops_[i], step_, static_cast<int>(spans_.size()), threads_);
+        pieces_of(ops_[i], step_, static_cast<int>(spans_of(ops_[i]).size()), threads_);
   }
 }
 
@@ -144,13 +151,12 @@ void Pool::work() {
   const FlushTiny flush;
   Work work{};
   work.step = &step_;
-  work.spans = spans_.data();
-  work.span_count = static_cast<int32_t>(spans_.size());
   work.threads = threads_;
   work.scratch = scratch_of_thread(scratch_floats_);
   for (size_t i = 0; i < ops_.size(); ++i) {
     Progress& progress = progress_[i];
     work.op = &ops_[i];
+    work.spans = spans_of(ops_[i]).data();
     while ((work.piece = progress.taken.fetch_add(1, std::memory_order_relaxed)) <
            progress.pieces) {
       switch (ops_[i].kind) {
@@ -160,6 +166,7 @@ void Pool::work() {
         case kGated: kernels_->linear(work); break;
         case kRotate: kernels_->rotate(work); break;
         case kAttend: kernels_->attend(work); break;
+        case kGather: kernels_->gather(work); break;
         default: kernels_->peaks(work); break;
       }
       progress.done.fetch_add(1, std::memory_order_release);

@@ -33,6 +33,9 @@ class Pool {
   void work();  // the ops of the current step
   void serve(int index);
   void plan(const Op* ops, int count, const Step& step);
+  const std::vector<Span>& spans_of(const Op& op) const {
+    return op.flags & kOfHead ? head_spans_ : spans_;
+  }
 
   const int threads_;
   const int spin_us_;
@@ -41,6 +44,7 @@ class Pool {
   std::vector<Op> ops_;
   Step step_{};
   std::vector<Span> spans_;
+  std::vector<Span> head_spans_;  // of the tokens in head_rows
   std::unique_ptr<Progress[]> progress_;
   size_t progress_size_ = 0;
   int64_t scratch_floats_ = 0;
