@@ -253,12 +253,7 @@ def _prepared(
     echo: list[str] | None = None,
     spans: list[list[Span]] | None = None,
 ) -> Prepared:
-    shown = Shown(
-        top=request.top_count,
-        prompt_top=-1 if request.prompt_logprobs is None else request.prompt_logprobs,
-        token_ids=bool(request.return_token_ids),
-        echo=spans or [],
-    )
+    shown = _shown(request, spans or [])
     beams = _beams(request)
     width = request.n or 1 if beams else request.width
     ranked = width > (request.n or 1)
@@ -305,6 +300,15 @@ def _prepared(
         echo_only=limit == 0,
         beams=beams,
         min_tokens=request.min_tokens or 0,
+    )
+
+
+def _shown(request: Generation, spans: list[list[Span]]) -> Shown:
+    return Shown(
+        top=request.top_count,
+        prompt_top=-1 if request.prompt_logprobs is None else request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        echo=spans,
     )
 
 
