@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.backends.cpu import forward
+from headrace.backends.cpu.forward import TorchForward
+from headrace.messages import Join, Output, Sampling, StepPlan
 from headrace.sampling.logprobs import report
+from tests.devices import load
+from tests.golden.reference import tiny_model
 
 _VALUES = st.sampled_from([-3.0, -0.5, 0.0, 0.25, 4.0, 80.0, -float("inf")])  # many ties
 ROWS = st.lists(
@@ -47,3 +55,37 @@ def test_a_row_is_alone_what_it_is_among_others() -> None:
     together = report(logits, ids, [4] * 11)
     alone = [report(logits[i : i + 1], ids[i : i + 1], [4])[0] for i in range(11)]
     assert together == alone
+
+
+def test_a_prompt_is_reported_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of prompt x vocabulary: logits are made for a few tokens at a time, same values."""
+    vocab, rows = 131, 5
+    _, files = tiny_model("llama-gqa", tmp_path)
+    prompt = [(i * 7) % vocab for i in range(64)]
+    calls: list[int] = []
+    again = TorchForward.again
+
+    def counted(self: TorchForward, tokens: Sequence[int]) -> torch.Tensor:
+        out = again(self, tokens)
+        assert out.numel() * out.element_size() <= forward.AGAIN_BYTES
+        calls.append(len(tokens))
+        return out
+
+    monkeypatch.setattr(TorchForward, "again", counted)
+    reports = []
+    for limit in (forward.AGAIN_BYTES, 4 * vocab * rows):
+        monkeypatch.setattr(forward, "AGAIN_BYTES", limit)
+        runner = load("cpu", files, dtype="float32", kv_blocks=16, block_size=8, max_num_seqs=2)
+        plan = StepPlan(
+            1, [], [Join(0, Sampling(temperature=0.0), 0, [list(range(8))])], [], [[]],
+            [0], [0], [64], [prompt], [Output.PROMPT_LOGPROBS], [], [], [], prompts=[(0, 2, 9)],
+        )  # fmt: skip
+        ticket = runner.launch(plan)
+        ticket.finish()
+        reports.append(ticket.result().prompt_logprobs[0])
+        runner.close()
+    assert calls == [64] + [5] * 12 + [4]
+    assert len(reports[0]) == 64
+    for one, other in zip(*reports, strict=True):
+        assert math.isclose(one.logprob, other.logprob, abs_tol=1e-5)
+        assert one.top_ids == other.top_ids
