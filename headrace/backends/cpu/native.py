@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.backends.cpu.forward import Batch, Peaks
+from headrace.backends.cpu.forward import AGAIN_BYTES, Batch, Peaks
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.models.layers import Decoder, Embedding, Linear, RMSNorm, SwiGLU
 from headrace.native import library as abi
@@ -260,7 +260,10 @@ class NativeForward:
 
     def logits(self, batch: Batch) -> Tensor | None:
         """See `Forward`."""
-        self.reserve(batch.ids.numel(), len(batch.chosen))
+        tokens, rows = batch.ids.numel(), len(batch.chosen)
+        if batch.whole:  # a product of few rows would be the reading of its weight
+            rows = max(rows, min(tokens, AGAIN_BYTES // (4 * self._model.spec.vocab_rows)))
+        self.reserve(tokens, rows)
         if batch.whole:
             self._whole = self._whole or self._record_whole()
         self.run(batch, self._whole.ops if self._whole and batch.whole else self._ops)
@@ -327,7 +330,7 @@ class NativeForward:
 
     @property
     def most_again(self) -> int:
-        """See `Forward`; as many rows of logits as steps have, so that it takes no memory."""
+        """See `Forward`; as many rows of logits as there is room for."""
         return self._buffers.rows
 
     def again(self, tokens: Sequence[int]) -> Tensor:
