@@ -2,36 +2,82 @@
 
 Prints a table; writes sampler.json into $OUT where that is set. Logits are random normals, bf16,
 152064 a row (Qwen2.5's vocabulary); `floor` is one read of them at the speed of a large copy.
+The second part is what rules, penalties, masks, typical_p and log-probabilities cost over sequences
+of 1024 tokens that repeat themselves, edited rows `WIDE_ROWS` at a time as the runner does.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import triton
+from torch import Tensor
 
-from headrace.kernels import pdl
-from headrace.kernels.draw_params import Kind, pack
+from headrace.kernels import edited, pdl
+from headrace.kernels.draw_params import Kind, kind_of, pack
+from headrace.kernels.edit_params import EDIT_WIDTH, edits, lists_of, pack_edits
+from headrace.kernels.logprobs import ENTRY, LogprobScratch, logprobs
 from headrace.kernels.sampling import Scratch, sample
-from headrace.messages import Sampling
+from headrace.messages import Dry, Lz, Repetition, Rules, Sampling
+from headrace.runner.draws import WIDE_ROWS
 
 VOCAB = 152064
-DRAWS = (1, 16, 64, 256)
+DRAWS = (1, 64, 256)
 CALLS = 10  # a graph
 REPLAYS = 20
-CASES: dict[str, tuple[Kind, float, Sampling]] = {
-    # name: kind of call, standard deviation of the logits, parameters
-    "greedy": ("greedy", 3.0, Sampling(temperature=0.0)),
-    "plain": ("plain", 3.0, Sampling(temperature=0.8)),
-    "full: top_p 0.95, peaked": ("full", 5.0, Sampling(temperature=0.7, top_p=0.95)),
-    "full: top_p 0.9, flat": ("full", 1.0, Sampling(top_p=0.9)),
-    "full: top_k 50, top_p 0.9": ("full", 3.0, Sampling(top_k=50, top_p=0.9)),
-    "full: min_p 0.05": ("full", 3.0, Sampling(min_p=0.05)),
-    "full: top_k 100000 (whole rows)": ("full", 3.0, Sampling(top_k=100000, top_p=0.99)),
+LENGTH, BLOCK = 1024, 16  # tokens of a sequence, and of a block of the cache
+CASES: dict[str, tuple[float, Sampling]] = {
+    # name: standard deviation of the logits, parameters
+    "greedy": (3.0, Sampling(temperature=0.0)),
+    "plain": (3.0, Sampling(temperature=0.8)),
+    "full: top_p 0.95, peaked": (5.0, Sampling(temperature=0.7, top_p=0.95)),
+    "full: top_p 0.9, flat": (1.0, Sampling(top_p=0.9)),
+    "full: top_k 50, top_p 0.9": (3.0, Sampling(top_k=50, top_p=0.9)),
+    "full: min_p 0.05": (3.0, Sampling(min_p=0.05)),
+    "full: top_k 100000 (whole rows)": (3.0, Sampling(top_k=100000, top_p=0.99)),
+}
+RULES = Rules(
+    bias=[(i * 499, 1.5) for i in range(300)],
+    banned=list(range(50)),
+    bad_words=[[i, i + 1, i + 2] for i in range(100, 200)],
+    min_tokens=10**6,
+    held=[7, 8],
+)
+REPETITION = Repetition(1.1, 0.1, 0.1)
+DRY = Dry(0.8, 1.75, 2, breakers=[1, 2, 3])
+LZ = Lz(0.15)
+ALL = Sampling(
+    temperature=0.8,
+    top_k=50,
+    top_p=0.95,
+    min_p=0.01,
+    typical_p=0.95,
+    top_n_sigma=3.0,
+    logprobs=20,
+    rules=RULES,
+    repetition=REPETITION,
+    dry=DRY,
+    lz=LZ,
+)
+FAMILIES: dict[str, tuple[Sampling, bool]] = {
+    # name: parameters, whether every row has a grammar mask. Logits have deviation 3.
+    "mask": (Sampling(temperature=0.8), True),
+    "rules": (Sampling(temperature=0.8, rules=RULES), False),
+    "repetition": (Sampling(temperature=0.8, repetition=REPETITION), False),
+    "dry": (Sampling(temperature=0.8, dry=DRY), False),
+    "lz": (Sampling(temperature=0.8, lz=LZ), False),
+    "top_n_sigma": (Sampling(temperature=0.8, top_n_sigma=3.0), False),
+    "typical_p alone": (Sampling(temperature=0.8, typical_p=0.9), False),
+    "top_k 50, typical_p": (Sampling(temperature=0.8, top_k=50, typical_p=0.9), False),
+    "logprobs 0": (Sampling(temperature=0.8, logprobs=0), False),
+    "logprobs 20": (Sampling(temperature=0.8, logprobs=20), False),
+    "everything": (ALL, True),
 }
 
 
@@ -43,57 +89,112 @@ def copy_speed(device: torch.device) -> float:
     return float(2 * source.numel() * 2 / (took_ms / 1e3))
 
 
-def call_us(name: str, draws: int, scratch: Scratch, device: torch.device) -> float:
-    """Median over replays, of a graph of calls on rotating logits."""
-    kind, spread, sampling = CASES[name]
-    torch.manual_seed(draws)
-    sets = [
-        (torch.randn(draws, VOCAB, device=device) * spread).bfloat16()
-        for _ in range(max(1, min(4, 256 // draws)))
-    ]
-    table = torch.tensor([pack(sampling, j) for j in range(draws)], dtype=torch.int32).to(device)
-    numbers = torch.arange(draws, dtype=torch.int32, device=device)
-    last, tokens = torch.empty_like(numbers), torch.empty_like(numbers)
+class Bench:
+    """Rows that all ask the same, over one vocabulary, on one device."""
 
-    def call(i: int) -> None:
-        logits = sets[i % len(sets)]
-        sample(
-            logits, table, numbers, numbers, numbers, last, tokens,
-            kind=kind, scratch=scratch, with_pdl=pdl.supported(device),
-        )  # fmt: skip
+    def __init__(self, device: torch.device) -> None:
+        most = max(DRAWS)
+        self.device = device
+        self.scratch = Scratch.allocate(most, VOCAB, device)
+        self.wide = edited.Wide.allocate(min(most, WIDE_ROWS), VOCAB, device)
+        self.logprobs = LogprobScratch.allocate(most, VOCAB, device)
+        self.entries = torch.zeros((most, ENTRY), dtype=torch.int32, device=device)
+        self.masks = torch.randint(
+            -(2**31), 2**31, (most, VOCAB // 32), dtype=torch.int32, device=device
+        )
+        self.numbers = torch.arange(most, dtype=torch.int32, device=device)
+        self.last, self.tokens = torch.empty_like(self.numbers), torch.empty_like(self.numbers)
+        blocks = most * LENGTH // BLOCK
+        order = torch.randperm(blocks, dtype=torch.int32, device=device)
+        self.tables = order.view(most, LENGTH // BLOCK)
+        maker = random.Random(0)
+        ids = [maker.randrange(VOCAB) for _ in range(LENGTH // 4)]
+        sequence = torch.tensor(ids * 4, dtype=torch.int32, device=device).view(-1, BLOCK)
+        self.slots = torch.empty((blocks, BLOCK), dtype=torch.int32, device=device)
+        self.slots[self.tables.long()] = sequence
+        self.positions = torch.full((most,), LENGTH - 1, dtype=torch.int32, device=device)
 
-    call(0)
-    torch.cuda.synchronize()
-    assert int(tokens.min()) >= 0, "a row was not drawn"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS):
-            call(i)
-    times_us = []
-    for _ in range(REPLAYS + 3):
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
+    def calls(self, sampling: Sampling, draws: int, *, masked: bool) -> Callable[[Tensor], None]:
+        """What the runner launches for so many rows."""
+        device, numbers, with_pdl = self.device, self.numbers, pdl.supported(self.device)
+        params = torch.tensor([pack(sampling, j) for j in range(draws)], dtype=torch.int32)
+        packed = torch.tensor([pack_edits(sampling, LENGTH // 2, 0)], dtype=torch.int32)
+        params, table = params.to(device), packed.expand(draws, EDIT_WIDTH).contiguous().to(device)
+        arena = torch.tensor([*lists_of(sampling), 0], dtype=torch.int32, device=device)
+        rows = edited.Rows(table, arena, self.tables, self.slots)
+        slots = numbers if masked else torch.full_like(numbers, -1)
+        changes, kind = masked or edits(sampling), kind_of(sampling)
+
+        def draw(logits: Tensor, sources: Tensor, some: slice, kind: Kind) -> None:
+            sample(
+                logits, sources, params, self.positions, numbers[some], numbers[some], self.last,
+                self.tokens[some], kind=kind, scratch=self.scratch, edits=table, with_pdl=with_pdl,
+            )  # fmt: skip
+
+        def call(logits: Tensor) -> None:
+            if not changes:
+                draw(logits, numbers[:draws], slice(0, draws), kind)
+            for begin in range(0, draws if changes else 0, WIDE_ROWS):
+                some = slice(begin, min(begin + WIDE_ROWS, draws))
+                one = numbers[some]
+                edited.edit(
+                    logits, self.masks, self.positions, edited.Draws(one, one, one, slots[some]),
+                    rows, self.wide, sigma=sampling.top_n_sigma > 0, with_pdl=with_pdl,
+                )  # fmt: skip
+                draw(self.wide.logits, numbers[: some.stop - begin], some, kind)
+            if sampling.logprobs >= 0:
+                some = slice(0, draws)
+                logprobs(
+                    logits, numbers[some], self.tokens, numbers[some], self.entries[some],
+                    listed=sampling.logprobs > 0, scratch=self.logprobs, with_pdl=with_pdl,
+                )  # fmt: skip
+
+        return call
+
+    def call_us(
+        self, sampling: Sampling, draws: int, spread: float, *, masked: bool = False
+    ) -> float:
+        """Median over replays, of a graph of calls on rotating logits."""
+        torch.manual_seed(draws)
+        sets = [
+            (torch.randn(draws, VOCAB, device=self.device) * spread).bfloat16()
+            for _ in range(max(1, min(4, 256 // draws)))
+        ]
+        call = self.calls(sampling, draws, masked=masked)
+        call(sets[0])
         torch.cuda.synchronize()
-        times_us.append(float(begin.elapsed_time(end)) * 1e3 / CALLS)
-    return statistics.median(times_us[3:])
+        assert int(self.tokens[:draws].min()) >= 0, "a row was not drawn"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(CALLS):
+                call(sets[i % len(sets)])
+        times_us = []
+        for _ in range(REPLAYS + 3):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times_us.append(float(begin.elapsed_time(end)) * 1e3 / CALLS)
+        return statistics.median(times_us[3:])
 
 
 def main() -> None:
     device = torch.device("cuda")
     card = torch.cuda.get_device_name(device)
     speed = copy_speed(device)
-    scratch = Scratch.allocate(max(DRAWS), VOCAB, device)
     floors = {draws: draws * VOCAB * 2 / speed * 1e6 for draws in DRAWS}
     print(f"{card}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"{'us a call':34}" + "".join(f"{f'D={draws}':>9}" for draws in DRAWS))
     print(f"{'floor':34}" + "".join(f"{floors[draws]:9.1f}" for draws in DRAWS))
+    bench = Bench(device)
     results: dict[str, dict[int, float]] = {}
-    for name in CASES:
-        results[name] = {draws: call_us(name, draws, scratch, device) for draws in DRAWS}
-        print(f"{name:34}" + "".join(f"{results[name][draws]:9.1f}" for draws in DRAWS))
+    asked = {name: (spread, sampling, False) for name, (spread, sampling) in CASES.items()}
+    asked |= {name: (3.0, sampling, masked) for name, (sampling, masked) in FAMILIES.items()}
+    for name, (spread, sampling, masked) in asked.items():
+        results[name] = {n: bench.call_us(sampling, n, spread, masked=masked) for n in DRAWS}
+        print(f"{name:34}" + "".join(f"{results[name][n]:9.1f}" for n in DRAWS), flush=True)
     if out := os.environ.get("OUT"):
         report = {
             "card": card,

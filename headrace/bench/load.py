@@ -32,6 +32,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     api_key: str = ""
     timeout_s: float = 600.0  # of one request, first byte to last
+    keep_alive: bool = True  # False for servers that close a connection while it is used again
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -226,7 +227,7 @@ async def measure(
 def client_session(target: Target) -> aiohttp.ClientSession:
     """A session without a limit of its own on open connections. Close it."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=not target.keep_alive),
         timeout=aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=10),
         headers={"Content-Type": "application/json"},
     )

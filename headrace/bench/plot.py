@@ -11,7 +11,7 @@ from headrace.errors import ConfigError
 
 # One grey and mid-bright colours on a transparent ground: legible on white and on near-black.
 INK = "#7d8590"
-COLOURS = ("#e5534b", "#3b82f6", "#2da44e", "#bf6be0", "#d29922")
+COLOURS = ("#e5534b", "#3b82f6", "#2da44e", "#bf6be0", "#d29922", "#0ea5b7", "#a0724a")
 
 
 def _mean(of: Summary | None, scale: float) -> float | None:
@@ -29,6 +29,7 @@ def plot(series: Mapping[str, Sequence[Level]], stem: Path, *, title: str, cores
 
     Raises ConfigError when matplotlib is not installed.
     """
+    assert len(series) <= len(COLOURS), "a line without a colour of its own would be left out"
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from headrace.kernels.shapes import check_output
 
 
 @triton.jit(
-    do_not_specialize=["spare"],
+    do_not_specialize=["spare", "width"],
     do_not_specialize_on_alignment=["ids", "last", *COLUMNS],
 )
 def begin_kernel(
@@ -21,9 +21,14 @@ def begin_kernel(
     last,
     rows,
     positions,
+    writes,
+    tables,
+    width,
+    slots,
     embedding,
     x,
     spare,
+    BLOCK: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -40,7 +45,11 @@ def begin_kernel(
     tl.debug_barrier()  # every thread has read before one of them writes
     tl.store(positions + token, tl.where(row == spare, 0, position + 1))
     tl.store(ids + token, -1)
-    source = tl.where(given < 0, drawn, given).to(tl.int64) * K
+    settled = tl.where(given < 0, drawn, given)
+    if tl.load(writes + token) != 0:
+        block = tl.load(tables + row.to(tl.int64) * width + (position + 1) // BLOCK)
+        tl.store(slots + block.to(tl.int64) * BLOCK + (position + 1) % BLOCK, settled)
+    source = settled.to(tl.int64) * K
     y = tl.load(embedding + source + k, mask=k < K, other=0.0)
     tl.store(x + token.to(tl.int64) * K + k, y, mask=k < K)
 
@@ -50,6 +59,7 @@ def begin(
     last: Tensor,
     embedding: Tensor,
     columns: StepColumns,
+    slots: Tensor,
     x: Tensor,
     *,
     with_pdl: bool = False,
@@ -59,8 +69,10 @@ def begin(
     The id is ids[t], or, where that is negative, last[rows[t]]: the row's newest draw. So a host
     that says nothing gets the next decode step: it writes ids and positions (its first less one)
     only where a row begins. Padding (the last row of `tables`) stays at position 0.
+    slots[block, place] = the id, where the token's K and V are written to: later draws find the
+    sequence there.
 
-    ids [T], last [rows] int32; embedding [V, K]; x [T, K] is written.
+    ids [T], last [rows], slots [blocks, block_size] int32; embedding [V, K]; x [T, K] is written.
     """
     tokens, k = x.shape
     check_output(x, (tokens, embedding.shape[1]))
@@ -71,13 +83,15 @@ def begin(
         return
     block = triton.next_power_of_2(k)
     launch(begin_kernel, (tokens,),
-        ids, last, columns.rows, columns.positions, embedding, x, columns.tables.shape[0] - 1,
-        K=k, BK=block, num_warps=min(8, max(1, block // 512)), **pdl.options(with_pdl),
+        ids, last, columns.rows, columns.positions, columns.writes,
+        columns.tables, columns.tables.shape[1], slots, embedding, x, columns.tables.shape[0] - 1,
+        BLOCK=slots.shape[1], K=k, BK=block, num_warps=min(8, max(1, block // 512)),
+        **pdl.options(with_pdl),
     )  # fmt: skip
 
 
 def begin_reference(
-    ids: Tensor, last: Tensor, embedding: Tensor, columns: StepColumns, x: Tensor
+    ids: Tensor, last: Tensor, embedding: Tensor, columns: StepColumns, slots: Tensor, x: Tensor
 ) -> None:
     """The same with torch."""
     spare = columns.tables.shape[0] - 1
@@ -86,3 +100,7 @@ def begin_reference(
     x.copy_(embedding[settled])
     columns.positions.copy_((columns.positions + 1).where(rows != spare, 0))
     ids.fill_(-1)
+    written = columns.writes != 0
+    places = columns.positions[written].long()
+    blocks = columns.tables[rows[written], places // slots.shape[1]].long()
+    slots[blocks, places % slots.shape[1]] = settled[written].int()

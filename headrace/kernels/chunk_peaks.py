@@ -12,6 +12,7 @@ from headrace.kernels.weights import COLUMNS, NEG_INF, slope, weight
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def chunk_peaks_kernel(
     logits,
+    sources,
     table,
     draw_rows,
     peaks,
@@ -34,7 +35,7 @@ def chunk_peaks_kernel(
     chunk, draw = tl.program_id(0), tl.program_id(1)
     at = draw * CHUNKS + chunk
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    row = logits + draw.to(tl.int64) * VOCAB
+    row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
     z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
     z = tl.where(z == z, z, float("inf"))  # NaN is not equal to itself
     peak = tl.max(z, 0)

@@ -32,6 +32,7 @@ def _inside(row, chunk, local, peak, scale, edge, room, VOCAB, CHUNK, TRUNCATE: 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def draw_kernel(
     logits,
+    sources,
     table,
     positions,
     draw_tokens,
@@ -55,7 +56,8 @@ def draw_kernel(
     """Grid (draws,). Greedy rows take the first largest logit, others the token at u.
 
     With TRUNCATE `masses` holds the weights above the row's edge and `equals` [draws, chunks]
-    counts the tokens on it, of which the first rooms[draw] stay.
+    counts the tokens on it, of which the first rooms[draw] stay. Instead of a token: -1 where
+    the row holds NaN or +inf, -2 where nothing in it is finite.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -104,9 +106,9 @@ def draw_kernel(
             local = tl.minimum(local, most)
             here_peak = tl.max(tl.where(here, base, NEG_INF), 0)
             here_room = tl.sum(tl.where(here, room_left, 0), 0)
-            row = logits + draw.to(tl.int64) * VOCAB
+            row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
             token = _inside(
                 row, chosen, local, here_peak, scale, edge, here_room, VOCAB, CHUNK, TRUNCATE
             )
-    tl.store(tokens + draw, tl.where(fine, token, -1))
+    tl.store(tokens + draw, tl.where(fine, token, tl.where(peak > NEG_INF, -1, -2)))
     tl.store(last + device_row, tl.where(fine, token, 0))

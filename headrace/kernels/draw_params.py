@@ -8,8 +8,13 @@ import numpy as np
 
 from headrace.messages import Sampling
 
-Kind = Literal["greedy", "plain", "full"]
-KINDS: tuple[Kind, ...] = ("greedy", "plain", "full")  # each can do what those before it can
+Kind = Literal["greedy", "plain", "full", "typical"]
+KINDS: tuple[Kind, ...] = (
+    "greedy",
+    "plain",
+    "full",
+    "typical",
+)  # each can do what those before it can
 
 WIDTH = 8  # temperature, top_k, top_p, min_p, seed low, seed high, choice, rest of top_p
 GREEDY_BELOW = 1e-5  # as in sampling.params
@@ -40,5 +45,7 @@ def kind_of(sampling: Sampling) -> Kind:
     """The least kind of call that can draw such a row."""
     if sampling.temperature < GREEDY_BELOW:
         return "greedy"
+    if sampling.typical_p < 1.0:
+        return "typical"
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
     return "full" if truncates else "plain"

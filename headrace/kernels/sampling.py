@@ -2,7 +2,8 @@
 temperature, top_k, top_p, min_p, then one inverse CDF a row with a counter-based uniform number.
 
 Nothing here waits for the device, sorts a vocabulary or depends on a value on the host, so a call
-can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full".
+can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full", 9 for
+"typical".
 
 What is promised: a row's token depends on that row alone, bit by bit: not on the number of draws,
 nor on the kind of the call. It equals the pipeline's unless u, or the edge of top-p or min-p,
@@ -25,6 +26,7 @@ from headrace.kernels.draw import draw_kernel
 from headrace.kernels.draw_params import KINDS, WIDTH, Kind
 from headrace.kernels.launch import launch
 from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
+from headrace.kernels.typical import near_kernel, settle_kernel, typical_kernel
 
 CHUNK = 4096  # logits a program: 38 programs for one row of 152064
 SAMPLE = 1024  # logits that say where an edge should lie
@@ -53,6 +55,11 @@ class Scratch:
     edges: Tensor  # [draws] int32
     rooms: Tensor  # [draws] int32
     candidates: Tensor  # [draws, room] int32
+    kept_mass: Tensor  # [draws, chunks] int64; from here on for "typical"
+    kept_moment: Tensor  # [draws, chunks] int64
+    means: Tensor  # [draws] float64
+    limits: Tensor  # [draws, 2] int32
+    new_peaks: Tensor  # [draws, chunks] float32
 
     @classmethod
     def allocate(
@@ -87,11 +94,17 @@ class Scratch:
             empty(draws),
             empty(draws),
             empty(draws, min(candidates, triton.next_power_of_2(vocab))),
+            empty(draws, chunks, dtype=torch.int64),
+            empty(draws, chunks, dtype=torch.int64),
+            empty(draws, dtype=torch.float64),
+            empty(draws, 2),
+            empty(draws, chunks, dtype=torch.float32),
         )
 
 
 def sample(
     logits: Tensor,
+    sources: Tensor,
     params: Tensor,
     positions: Tensor,
     draw_tokens: Tensor,
@@ -101,21 +114,27 @@ def sample(
     *,
     kind: Kind,
     scratch: Scratch,
+    edits: Tensor | None = None,
     with_pdl: bool = False,
 ) -> None:
     """One token a draw, written to tokens[j] and to last[draw_rows[j]].
 
-    logits [D, vocab] bfloat16, float16 or float32, contiguous. int32: params [rows, 8] (see
-    `draw_params.pack`), positions [T], draw_tokens [D], draw_rows [D], last [rows], tokens [D].
-    Draw j has the parameters of row draw_rows[j] and the position positions[draw_tokens[j]] + 1.
-    A row with a NaN, +inf or no finite logit: tokens[j] = -1 and last = 0.
+    logits [R, vocab] bfloat16, float16 or float32, contiguous. int32: sources [D], params [rows, 8]
+    (see `draw_params.pack`), positions [T], draw_tokens [D], draw_rows [D], last [rows], tokens
+    [D]. Draw j reads row sources[j] of the logits, the parameters of row draw_rows[j] and the
+    position positions[draw_tokens[j]] + 1.
+    A row with NaN or +inf: tokens[j] = -1; one without a finite logit: -2. Then last = 0.
     kind: "greedy" if every row is, "plain" if no row truncates, else "full"; a wider kind gives
-    the same tokens.
+    the same tokens. "typical" obeys typical_p too, as `edits` [rows, EDIT_WIDTH] has it: it needs
+    float32 logits, a row for each draw, and writes to them.
     """
-    draws, vocab = logits.shape
+    draws, vocab = tokens.shape[0], logits.shape[1]
     assert kind in KINDS, f"kind {kind!r}"
     assert vocab == scratch.vocab, f"scratch is for {scratch.vocab} logits a row, not {vocab}"
     assert draws <= scratch.draws, f"scratch is for {scratch.draws} draws, not {draws}"
+    assert draws == sources.shape[0] == draw_rows.shape[0] == draw_tokens.shape[0], (
+        "an entry a draw"
+    )
     assert logits.is_contiguous(), "logits must be contiguous"
     assert params.shape[1] == WIDTH, "params is [rows, 8]"
     assert params.is_contiguous(), "params must be contiguous"
@@ -123,31 +142,32 @@ def sample(
         return
     chunks = scratch.peaks.shape[1]
     common: dict[str, Any] = {"VOCAB": vocab, "CHUNKS": chunks, **pdl.options(with_pdl)}
-    weigh = kind != "greedy"
+    weigh, truncate = kind != "greedy", kind in ("full", "typical")
     launch(chunk_peaks_kernel, (chunks, draws),
-        logits, params, draw_rows, scratch.peaks, scratch.firsts, scratch.masses,
+        logits, sources, params, draw_rows, scratch.peaks, scratch.firsts, scratch.masses,
         CHUNK=scratch.chunk, WEIGH=weigh, num_warps=8, **common,
     )  # fmt: skip
-    if kind == "full":
-        _truncate(logits, params, draw_rows, scratch, common)
+    peaks = scratch.peaks
+    if truncate:
+        _truncate((logits, sources, params, draw_rows, peaks), draws, scratch, common)
+    if kind == "typical":
+        assert edits is not None, "typical_p stands in `edits`"
+        _keep_typical((logits, params, edits, draw_rows, peaks), draws, scratch, common)
+        peaks = scratch.new_peaks
     launch(draw_kernel, (draws,),
-        logits, params, positions, draw_tokens, draw_rows, last, tokens,
-        scratch.peaks, scratch.firsts, scratch.masses, scratch.equals, scratch.edges, scratch.rooms,
+        logits, sources, params, positions, draw_tokens, draw_rows, last, tokens,
+        peaks, scratch.firsts, scratch.masses, scratch.equals, scratch.edges, scratch.rooms,
         CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
-        WEIGH=weigh, TRUNCATE=kind == "full", num_warps=8 if weigh else 1, **common,
+        WEIGH=weigh, TRUNCATE=truncate, num_warps=8 if weigh else 1, **common,
     )  # fmt: skip
 
 
-def _truncate(
-    logits: Tensor, params: Tensor, draw_rows: Tensor, at: Scratch, common: dict[str, Any]
-) -> None:
+def _truncate(inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[str, Any]) -> None:
     """Edges, rooms, equals, and the weights of the tokens that stay, into the scratch."""
-    draws = logits.shape[0]
     chunks = at.peaks.shape[1]
     padded = triton.next_power_of_2(chunks)
-    low = _LOW_BITS[logits.dtype]
+    low = _LOW_BITS[inputs[0].dtype]
     room = at.candidates.shape[1]
-    inputs = (logits, params, draw_rows, at.peaks)
     bracket = (at.brackets, at.counts, at.above_mass)
     launch(bracket_kernel, (draws,),
         *inputs, at.masses, *bracket,
@@ -162,6 +182,30 @@ def _truncate(
         CHUNKS_PADDED=padded, ROOM=room, LOW=low, num_warps=16, **common,
     )  # fmt: skip
     launch(kept_kernel, (chunks, draws),
-        *inputs, at.masses, at.equals, at.edges,
+        *inputs, at.masses, at.equals, at.edges, at.counts,
         CHUNK=at.chunk, num_warps=8, **common,
+    )  # fmt: skip
+
+
+def _keep_typical(
+    inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[str, Any]
+) -> None:
+    """What `_truncate` left, less the tokens that are not typical; -inf for all that are gone."""
+    assert inputs[0].dtype == torch.float32, "typical_p needs float32 logits"
+    assert inputs[0].shape[0] >= draws, "typical_p needs a row of logits for each draw"
+    chunks = at.peaks.shape[1]
+    padded, room = triton.next_power_of_2(chunks), at.candidates.shape[1]
+    launch(settle_kernel, (chunks, draws),
+        *inputs, at.equals, at.edges, at.rooms, at.counts, at.candidates,
+        at.kept_mass, at.kept_moment,
+        CHUNKS_PADDED=padded, CHUNK=at.chunk, ROOM=room, num_warps=8, **common,
+    )  # fmt: skip
+    launch(typical_kernel, (draws,),
+        *inputs, at.edges, at.counts, at.candidates.view(torch.float32),
+        at.kept_mass, at.kept_moment, at.means, at.limits,
+        CHUNKS_PADDED=padded, ROOM=room, num_warps=16, **common,
+    )  # fmt: skip
+    launch(near_kernel, (chunks, draws),
+        *inputs, at.new_peaks, at.masses, at.equals, at.means, at.limits,
+        CHUNKS_PADDED=padded, CHUNK=at.chunk, num_warps=8, **common,
     )  # fmt: skip

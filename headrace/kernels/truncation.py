@@ -72,6 +72,7 @@ def _at(sorted_keys, index, N: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def bracket_kernel(
     logits,
+    sources,
     table,
     draw_rows,
     peaks,
@@ -103,7 +104,7 @@ def bracket_kernel(
         # Fractions of the golden ratio: evenly spread over the row, in no step with its order.
         golden = i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
         ids = tl.umulhi(golden, tl.full((SAMPLE,), VOCAB, tl.uint32))
-        row = logits + draw.to(tl.int64) * VOCAB
+        row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
         z = tl.load(row + ids.to(tl.int32)).to(tl.float32)
         keys = tl.sort(_short(z, LOW))  # ascending
         low_at = tl.zeros((), tl.int32)
@@ -143,6 +144,7 @@ def bracket_kernel(
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def gather_kernel(
     logits,
+    sources,
     table,
     draw_rows,
     peaks,
@@ -168,7 +170,7 @@ def gather_kernel(
     chunk_peak = _short(tl.load(peaks + draw * CHUNKS + chunk), LOW)
     if (low < high) & (chunk_peak >= low):
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        row = logits + draw.to(tl.int64) * VOCAB
+        row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
         keys = _short(z, LOW)
         if chunk_peak >= high:
@@ -267,6 +269,7 @@ def _edge(
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def edge_kernel(
     logits,
+    sources,
     table,
     draw_rows,
     peaks,
@@ -315,8 +318,9 @@ def edge_kernel(
             )  # fmt: skip
         else:
             lowest = tl.full((), KEEP_ALL, tl.int64) >> LOW
+            row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
             short, room64 = _edge(
-                logits + draw.to(tl.int64) * VOCAB, VOCAB, lowest, _short(peak, LOW).to(tl.int64),
+                row, VOCAB, lowest, _short(peak, LOW).to(tl.int64),
                 over * 0, over_mass * 0, top_k, top_p, total, peak, scale, False, LOW,
             )  # fmt: skip
         edge = ordered(_logit(short, LOW))
@@ -336,19 +340,22 @@ def edge_kernel(
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def kept_kernel(
     logits,
+    sources,
     table,
     draw_rows,
     peaks,
     masses,
     equals,
     edges,
+    counts,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (chunks, draws). Of rows that lose tokens: masses becomes the weight above the edge;
-    equals [draws, chunks] int32 counts the tokens on it (0 in rows that keep all).
+    equals [draws, chunks] int32 counts the tokens on it (0 in rows that keep all). counts[0] of
+    every row is 0 again.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -363,10 +370,11 @@ def kept_kernel(
             temperature = tl.load(table + tl.load(draw_rows + draw) * 8)
             scale = slope(temperature.to(tl.float32, bitcast=True))
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
-            row = logits + draw.to(tl.int64) * VOCAB
+            row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
             z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
             keys = ordered(z)
             mass = tl.sum(tl.where(keys > edge, weight(z, peak, scale), 0), 0)
             equal = tl.sum((keys == edge).to(tl.int32), 0)
         tl.store(masses + at, mass)
     tl.store(equals + at, equal)
+    tl.store(counts + draw * 2, 0, mask=chunk == 0)

@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 
 # Small int32 columns: their alignment is not a reason to compile a kernel anew.
-COLUMNS = ("table", "positions", "draw_tokens", "draw_rows", "last", "tokens")
+COLUMNS = (
+    *("table", "positions", "draw_tokens", "draw_rows", "last", "tokens"),
+    *("sources", "edits", "arena", "masks", "mask_slots"),
+)
 
 NEG_INF = tl.constexpr(float("-inf"))
 ONE = tl.constexpr(1 << 40)  # the peak's weight

@@ -12,7 +12,7 @@ from headrace.backends.cpu.device import cores
 from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
-from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore
 from headrace.backends.cuda.ops import Choose, Place
 from headrace.config import Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
@@ -25,6 +25,7 @@ from headrace.runner import ledger
 from headrace.runner.calibrate import Probe, measure_cost
 from headrace.runner.cuda_runner import CudaRunner
 from headrace.runner.device_state import DeviceState
+from headrace.runner.draws import WIDE_ROWS
 from headrace.runner.forward import Forward
 from headrace.runner.phase import Report, phase
 
@@ -153,6 +154,7 @@ def build_runner(
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
     lines = [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),
+        ledger.Line("sampler", forward.sampler.size_bytes, f"{WIDE_ROWS} edited rows at a time"),
         ledger.Line("graphs", room.graphs, f"{forward.graph_count}, reserved from the largest"),
         ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
     ]
@@ -184,7 +186,7 @@ def size_kv(settings: Settings, spec: ModelSpec, dtype: torch.dtype, room: Room)
     """Blocks of the KV cache. Raises ConfigError if what is left holds none."""
     if settings.kv_blocks:
         return Resolved(settings.kv_blocks, "asked for")
-    block_bytes = ledger.kv_bytes_per_token(spec, dtype) * settings.block_size
+    block_bytes = (ledger.kv_bytes_per_token(spec, dtype) + ID_BYTES) * settings.block_size
     if settings.kv_memory:
         key, budget = "kv_memory", parse_bytes(settings.kv_memory, "kv_memory")
         reason = f"kv_memory = {settings.kv_memory}"

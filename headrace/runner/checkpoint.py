@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,13 +104,14 @@ class GgufFile:
     gguf = True
 
     def __init__(self, path: Path) -> None:
-        self.header: Header = read_header(path)
+        self.header: Header = read_header(path, strings=False)
         self.tensors = {
             name: Stored(info.shape, ggml.type_name(info.ggml_type))
             for name, info in self.header.tensors.items()
         }
-        # A plain view: every slice of a memmap object pays for its bookkeeping.
-        self._data = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = np.frombuffer(self._map, np.uint8)
         for name, info in self.header.tensors.items():
             columns = info.shape[-1] if info.shape else 1
             rows = int(np.prod(info.shape[:-1], dtype=np.int64))
@@ -139,3 +141,10 @@ class GgufFile:
         first = ggml.row_bytes(start, info.ggml_type) if flat else start * inner * size
         at = info.offset + first
         return self._data[at : at + rows * size].reshape(rows, size)
+
+    def forget(self, raw: ggml.Bytes) -> None:
+        """What `raw` gave counts no more as this process's memory, until it is read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = raw.ctypes.data - self._data.ctypes.data
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, first, start + raw.size - first)

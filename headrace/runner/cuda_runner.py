@@ -1,26 +1,44 @@
 """Computes steps on a GPU: plan -> deltas, forward graph, sampler, all queued without a wait.
 
 A step of few tokens replays a CUDA graph (see `runner.forward`); a steady decode step is that graph
-and the sampler's two kernels, six where a row truncates. Only a step of very many tokens launches
-its operations one by one. Tokens come back through pinned memory, one event a step.
+and the sampler's two kernels, six where a row truncates; what more a row asks for adds launches to
+the steps that it is in (`runner.draws`). Only a step of very many tokens launches its operations
+one by one. Tokens come back through pinned memory, one event a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import get_args
+from typing import NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.engine.protocol import Capacity, Masks
 from headrace.errors import EngineError
-from headrace.messages import Output, StepPlan, StepResult
+from headrace.kernels.logprobs import ENTRY
+from headrace.messages import Logprobs, Output, StepPlan, StepResult
+from headrace.runner.device_state import LIST_IDS
+from headrace.runner.draws import Queued
+from headrace.runner.entries import unpack
 from headrace.runner.forward import Forward, Way
 from headrace.runner.plan_check import check, sources_of
+from headrace.runner.prompt_logprobs import PromptLogprobs
 
-_OFFERED = (Output.NONE, Output.SAMPLE)
+_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
+NO_TOKEN = "no token is allowed"
+_NOTHING_LEFT = -2  # `kernels.draw`: no logit is finite
 _IN_FLIGHT = 4  # result slots: more than the tickets that may be open
+
+
+class Finished(NamedTuple):
+    """What `CudaRunner.read` needs of a step whose draws are queued."""
+
+    slot: int
+    draws: Queued | None  # None: the step draws nothing
+    prompts: list[int]  # entries of each of the plan's prompts
 
 
 class CudaTicket:
@@ -28,20 +46,22 @@ class CudaTicket:
 
     def __init__(self, runner: CudaRunner, plan: StepPlan) -> None:
         self._runner, self._plan = runner, plan
-        self._slot = -1
-        self.finished = False
+        self._finished: Finished | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether `finish` was called."""
+        return self._finished is not None
 
     def finish(self, masks: Masks | None = None) -> None:
-        """Enqueue the sampler."""
-        assert not self.finished, "a ticket is finished once"
-        assert masks is None, "this runner takes no masks"
-        self.finished = True
-        self._slot = self._runner.draw(self._plan)
+        """Enqueue the sampler. The masks are copied."""
+        assert self._finished is None, "a ticket is finished once"
+        self._finished = self._runner.draw(self._plan, masks)
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what broke it."""
-        assert self.finished, "finish() comes before result()"
-        return self._runner.read(self._plan, self._slot)
+        assert self._finished is not None, "finish() comes before result()"
+        return self._runner.read(self._plan, self._finished)
 
 
 class CudaRunner:
@@ -57,8 +77,11 @@ class CudaRunner:
         self._latest: CudaTicket | None = None
         cuda = self._device.type == "cuda"
         self._tokens = torch.zeros(capacity.max_rows, dtype=torch.int32, device=self._device)
-        self._results = torch.zeros(
-            (_IN_FLIGHT, capacity.max_rows), dtype=torch.int32, pin_memory=cuda
+        most_tokens = forward.place.buffers.x.shape[0]
+        self._prompts = PromptLogprobs(forward, most_tokens)
+        self._results, self._entries, self._prompt_entries = (
+            torch.zeros((_IN_FLIGHT, *shape), dtype=torch.int32, pin_memory=cuda)
+            for shape in ((capacity.max_rows,), (capacity.max_rows, ENTRY), (most_tokens, ENTRY))
         )
         self._began = [self._event() for _ in range(_IN_FLIGHT)]
         self._ended = [self._event() for _ in range(_IN_FLIGHT)]
@@ -105,29 +128,43 @@ class CudaRunner:
         self._latest = CudaTicket(self, plan)
         return self._latest
 
-    def draw(self, plan: StepPlan) -> int:
-        """Queue the draws of the step launched last; the slot that `read` wants."""
+    def draw(self, plan: StepPlan, masks: Masks | None) -> Finished:
+        """Queue the draws of the step launched last; `read` wants what it returns."""
         slot, draws = self._at, len(plan.draw_from)
+        queued, prompts = None, list[int]()
         with self._queueing():
             if draws:
-                self._forward.sample(plan, self._tokens[:draws])
-                self._results[slot, :draws].copy_(self._tokens[:draws], non_blocking=True)
+                queued = self._forward.sample(plan, self._tokens[:draws], masks)
+                _fetch(self._tokens, self._results[slot], draws)
+                _fetch(self._forward.sampler.entries, self._entries[slot], len(queued.asked))
+            if plan.prompts:
+                prompts = self._prompts.queue(plan)
+                _fetch(self._prompts.entries, self._prompt_entries[slot], sum(prompts))
             ended = self._ended[slot]
             if ended is not None:
                 ended.record()
-        return slot
+        return Finished(slot, queued, prompts)
 
-    def read(self, plan: StepPlan, slot: int) -> StepResult:
-        """Wait for the step in `slot`."""
+    def read(self, plan: StepPlan, finished: Finished) -> StepResult:
+        """Wait for a step."""
+        slot = finished.slot
         began, ended = self._began[slot], self._ended[slot]
         busy_s = 0.0
         if began is not None and ended is not None:
             ended.synchronize()
             busy_s = began.elapsed_time(ended) / 1e3
-        tokens = self._results[slot, : len(plan.draw_from)].tolist()
-        why = "the model's logits were not finite"
-        failed = [(j, why) for j, token in enumerate(tokens) if token < 0]
-        return StepResult(plan.step, tokens, failed, busy_s)
+        tokens: list[int] = []
+        failed: list[tuple[int, str]] = []
+        logprobs: list[Logprobs | None] = []
+        if finished.draws is not None:
+            tokens, failed = _tokens_of(finished.draws, self._results[slot].numpy())
+            logprobs = _logprobs_of(finished.draws, self._entries[slot].numpy())
+        said, at = list[list[Logprobs]](), 0
+        for (_, most, _), count in zip(plan.prompts, finished.prompts, strict=True):
+            part = self._prompt_entries[slot].numpy()[at : at + count]
+            said.append(unpack(part, [most] * count))
+            at += count
+        return StepResult(plan.step, tokens, failed, busy_s, logprobs, said)
 
     @contextlib.contextmanager
     def _queueing(self) -> Iterator[None]:
@@ -138,4 +175,42 @@ class CudaRunner:
         """Wait for the device and free its memory."""
         self._forward.close()
         self._latest = None
-        del self._forward, self._state, self._tokens
+        del self._forward, self._state, self._tokens, self._prompts
+
+
+def _fetch(source: torch.Tensor, target: torch.Tensor, count: int) -> None:
+    if count:
+        target[:count].copy_(source[:count], non_blocking=True)
+
+
+def _tokens_of(
+    queued: Queued, drawn: npt.NDArray[np.int32]
+) -> tuple[list[int], list[tuple[int, str]]]:
+    """Tokens by draw, and why some failed."""
+    tokens = [0] * len(queued.order)
+    for j, token in zip(queued.order, drawn.tolist(), strict=False):
+        tokens[j] = token
+    failed = []
+    refused = set(queued.refused)
+    for j, token in enumerate(tokens):
+        if token < 0 or j in refused:
+            failed.append((j, _why(token, refused=j in refused, edited=j in queued.edited)))
+            tokens[j] = -1
+    return tokens, failed
+
+
+def _why(token: int, *, refused: bool, edited: bool) -> str:
+    if refused:
+        return f"the lists of ids of all running requests exceed {LIST_IDS} ids"
+    return NO_TOKEN if token == _NOTHING_LEFT and edited else "the model's logits were not finite"
+
+
+def _logprobs_of(queued: Queued, entries: npt.NDArray[np.int32]) -> list[Logprobs | None]:
+    """A column beside the tokens, [] where no draw asks."""
+    if not queued.asked:
+        return []
+    column: list[Logprobs | None] = [None] * len(queued.order)
+    said = unpack(entries[: len(queued.asked)], [most for _, most in queued.asked])
+    for (j, _), one in zip(queued.asked, said, strict=True):
+        column[j] = one
+    return column

@@ -12,31 +12,54 @@ import torch
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels import state
 from headrace.kernels.draw_params import KINDS, WIDTH, Kind, kind_of, pack
-from headrace.messages import Grow, Join, StepPlan
+from headrace.kernels.edit_params import EDIT_WIDTH, edits, lists_of, pack_edits
+from headrace.messages import Grow, Join, Sampling, StepPlan
+from headrace.runner.arena import Arena
 
 _PAIRS = 1 << 15  # pairs that one upload holds
+LIST_IDS = 1 << 22  # ids that the lists of all rows may hold together: 16 MB
+_NEUTRAL = pack_edits(Sampling(), 0, 0)
 
 
 class DeviceState:
     """Block table, last drawn token and sampling parameters of each row.
 
-    tables [max_rows + 1, width], last [max_rows + 1], params [max_rows + 1, 8], all int32. The last
-    row is the spare one that padding uses: its table names the spare block throughout.
+    All int32: tables [max_rows + 1, width], last [max_rows + 1], params [max_rows + 1, 8], edits
+    [max_rows + 1, EDIT_WIDTH] and arena [list_ids] (see `kernels.edit_params`). The last row is the
+    spare one that padding uses: its table names the spare block throughout.
+
+    Nothing of a sequence's ids stands here: `Join.history` is not needed, since every token before
+    a draw has its id beside its K and V (`CudaKvStore.ids`).
     """
 
-    def __init__(self, max_rows: int, width: int, spare_block: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        width: int,
+        spare_block: int,
+        device: torch.device,
+        list_ids: int = LIST_IDS,
+    ) -> None:
         rows = max_rows + 1
         self._width = width
-        self._last_at = rows * width
-        self._params_at = self._last_at + rows
-        self._all = torch.zeros(self._params_at + rows * WIDTH, dtype=torch.int32, device=device)
-        self.tables = self._all[: self._last_at].view(rows, width)
-        self.last = self._all[self._last_at : self._params_at]
-        self.params = self._all[self._params_at :].view(rows, WIDTH)
+        sizes = [rows * width, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids]
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        tables, self.last, params, edited, self.arena = torch.split(self._all, sizes)
+        self._params_at, self._edits_at = sum(sizes[:2]), sum(sizes[:3])
+        self._arena_at = sum(sizes[:4])
+        self.tables, self.params = tables.view(rows, width), params.view(rows, WIDTH)
+        self.edits = edited.view(rows, EDIT_WIDTH)
+        self.edits[:] = torch.tensor(_NEUTRAL, dtype=torch.int32)
         self.tables[max_rows] = spare_block
         self.spare_row = max_rows
         self._taken = [False] * max_rows
         self._kinds = [0] * max_rows  # places in KINDS
+        self._lists = Arena(list_ids)
+        self._pieces: dict[int, tuple[int, int]] = {}  # row -> its (begin, count) of the arena
+        self._not_neutral: set[int] = set()  # rows of `edits` that are not _NEUTRAL
+        self.edited: dict[int, Sampling] = {}  # rows whose logits are written anew
+        self.logprobs: dict[int, int] = {}  # rows that report them -> how many beside the drawn one
+        self.refused: set[int] = set()  # rows whose lists found no room: their draws fail
         self._addresses: list[int] = []
         self._values: list[int] = []
         self._upload = Upload((1 + _PAIRS, 2), device)
@@ -45,12 +68,21 @@ class DeviceState:
     def apply(self, plan: StepPlan) -> None:
         """Leaves, joins and grows of a plan, in that order; queued on the current stream."""
         for row in plan.leaves:
-            self._taken[row] = False
+            self._leave(row)
         for join in plan.joins:
             self._join(join)
         for grow in plan.grows:
             self._grow(grow)
         self._flush()
+
+    def _leave(self, row: int) -> None:
+        """Changes nothing for a free row."""
+        self._taken[row] = False
+        self.edited.pop(row, None)
+        self.logprobs.pop(row, None)
+        self.refused.discard(row)
+        if row in self._pieces:
+            self._lists.give(*self._pieces.pop(row))
 
     def _join(self, join: Join) -> None:
         row = join.row
@@ -62,6 +94,30 @@ class DeviceState:
         self._kinds[row] = KINDS.index(kind_of(join.sampling))
         packed = pack(join.sampling, join.choice)
         self._poke(self._params_at + row * WIDTH, packed)
+        self._join_edits(row, join.sampling, join.prompt_tokens)
+        if join.sampling.logprobs >= 0:
+            self.logprobs[row] = join.sampling.logprobs
+
+    def _join_edits(self, row: int, sampling: Sampling, prompt_tokens: int) -> None:
+        """Rows without any pay nothing, unless the row's last owner had some."""
+        packed = _NEUTRAL
+        if edits(sampling):
+            lists = lists_of(sampling)
+            at = self._lists.take(len(lists)) if lists else 0
+            if at is None:
+                self.refused.add(row)
+                self._kinds[row] = 0  # its token counts for nothing
+            else:
+                packed = pack_edits(sampling, prompt_tokens, at)
+                self.edited[row] = sampling
+                if lists:
+                    self._pieces[row] = (at, len(lists))
+                    self._poke(self._arena_at + at, lists)
+        if packed is not _NEUTRAL or row in self._not_neutral:
+            self._poke(self._edits_at + row * EDIT_WIDTH, packed)
+            self._not_neutral.add(row)
+            if packed is _NEUTRAL:
+                self._not_neutral.discard(row)
 
     def _grow(self, grow: Grow) -> None:
         assert self._taken[grow.row], f"row {grow.row} grows but is free"
@@ -102,6 +158,10 @@ class DeviceState:
     def kind(self, rows: list[int]) -> Kind:
         """The least kind of call that draws for all these rows."""
         return KINDS[max(map(self._kinds.__getitem__, rows))]
+
+    def cuts_at_sigma(self, row: int) -> bool:
+        """Whether the row uses top_n_sigma."""
+        return row in self.edited and self.edited[row].top_n_sigma > 0.0
 
     def compile(self) -> None:
         """Launch the kernel of this table, for `kernels.launch.compiling`."""

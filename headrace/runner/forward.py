@@ -9,7 +9,8 @@ Ways to run a step, by what it brings:
 All but the last replay a graph, padded up to the next captured size; padding reads a spare row.
 
 Of most steps with prompts few tokens yield logits: only those go through the last layer. How many
-that may be belongs to a graph's shape. Alone any token may be drawn from, so all go through.
+that may be belongs to a graph's shape. Alone any token may be drawn from, so all go through; of a
+prompt whose log-probabilities are wanted too, and its steps are launched one by one unless alone.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from headrace.backends.cuda.attention import Attention, StepAttention
 from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable, leading_singles
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.ops import CudaOps, Place, Wanted
-from headrace.kernels import sampling
-from headrace.kernels.draw_params import KINDS, Kind
+from headrace.engine.protocol import Masks
 from headrace.kernels.launch import compiled, compiling, fetched
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState
+from headrace.runner.draws import Draws, Queued
 from headrace.runner.step_input import StepInput
 
 Way = Literal["alone", "mixed", "crowd", "eager"]
@@ -91,7 +92,9 @@ class Forward:
         self._logit_rows = 0  # of that step
         self._pool: Any = None
         self._seen = _seen()
-        self._scratch = sampling.Scratch.allocate(draws, model.spec.vocab_size, self.device)
+        self.sampler = Draws(
+            state, place.store, place.buffers, model.spec.vocab_size, with_pdl=place.pdl
+        )
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
         self.settle()
@@ -138,13 +141,16 @@ class Forward:
             self._replay(way, size)
             return way
         source.load(plan, sources, size, self.state.spare_row)
-        narrowed = self._narrowed(way, size, len(sources))
+        narrowed = None if plan.prompts else self._narrowed(way, size, len(sources))
         if way == "eager":
             columns = source.columns(size, self.state.tables)
             self._layers(source, size, self._attention.mixed(columns, plan), narrowed)
         else:
             self._chunks.load(plan, leading_singles(plan), size)
-            self._replay(way, size)
+            if plan.prompts:  # any token may be asked about: all go through the last layer
+                self._layers(source, size, self._step(way, size), None)
+            else:
+                self._replay(way, size)
         self._logits(source, size, len(sources), narrowed)
         return way
 
@@ -220,27 +226,21 @@ class Forward:
             alone = self._attention.singles(source.columns(count, self.state.tables))
             self.model.logits(chosen, self._ops(source, count, alone))
 
-    def sample(self, plan: StepPlan, tokens: Tensor) -> None:
-        """Queue the draws of the step that `run` queued last; tokens [draws] int32 is filled."""
-        draws = len(plan.draw_from)
+    def sample(self, plan: StepPlan, tokens: Tensor, masks: Masks | None) -> Queued:
+        """Queue the draws of the step that `run` queued last; see `Draws.queue`."""
         logits = self.place.buffers.logits[: self._logit_rows]
-        if draws != self._logit_rows:  # several draws from one row: n > 1
-            spread = self.place.buffers.spread[:draws]
-            logits = torch.index_select(logits, 0, self._input.draw_logits[:draws], out=spread)
-        self._draw(logits, draws, tokens, self.state.kind(plan.draw_into))
+        return self.sampler.queue(plan, self._input, logits, tokens, masks)
 
-    def _draw(self, logits: Tensor, draws: int, tokens: Tensor, kind: Kind) -> None:
-        sampling.sample(
-            logits,
-            self.state.params,
-            self._input.positions,
-            self._input.draw_tokens[:draws],
-            self._input.draw_rows[:draws],
-            self.state.last,
-            tokens,
-            kind=kind,
-            scratch=self._scratch,
-            with_pdl=self.place.pdl,
+    def logits_of(self, tokens: Tensor) -> Tensor:
+        """Logits [n, vocab] under tokens [n] int32 of the step that `run` queued last, at most as
+        many as the buffer holds. What it held before is lost. Needs: the step was alone, or its
+        plan has `prompts`.
+        """
+        count, buffers = tokens.shape[0], self.place.buffers
+        chosen = torch.index_select(buffers.x, 0, tokens, out=buffers.chosen[:count])
+        columns = self._input.columns(count, self.state.tables)
+        return self.model.logits(
+            chosen, self._ops(self._input, count, self._attention.singles(columns))
         )
 
     # ------------------------------------------------------------ before the first request
@@ -259,15 +259,9 @@ class Forward:
                 x = self.model.blocks[0](ops.embed(self.model.embed), ops)
                 x = self.model.blocks[0](x, ops, last=True)
                 self.model.logits(x[: self._draws], ops)
-            self._compile_sampler()
+            self.sampler.compile(self._input, self.place.buffers.logits)
             self.state.compile()
-
-    def _compile_sampler(self) -> None:
-        draws = self.place.buffers.logits.shape[0]
-        tokens = torch.zeros(draws, dtype=torch.int32, device=self.device)
-        for kind in KINDS:
-            for n in (1, draws):
-                self._draw(self.place.buffers.logits[:n], n, tokens[:n], kind)
+            self.store.compile()
 
     def prepare_attention(self) -> str:
         """Plan what the attention of long prompts needs planned -> what was chosen, and why."""
@@ -311,4 +305,4 @@ class Forward:
         if self._stream is not None:
             self._stream.synchronize()
         self._graphs.clear()
-        del self.model, self.place
+        del self.model, self.place, self.sampler

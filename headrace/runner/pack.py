@@ -143,8 +143,10 @@ class _Chunk(msgspec.Struct, frozen=True):
         """On any thread: chunks share no byte."""
         if isinstance(checkpoint, GgufFile) and self.stored == self.matrix.ggml_type:
             raw = checkpoint.raw(self.name, self.start, self.stop)
-        else:
-            raw = _bytes(checkpoint.read(self.name, self.start, self.stop))
+            self.matrix.fill(raw, self.targets)
+            checkpoint.forget(raw)
+            return
+        raw = _bytes(checkpoint.read(self.name, self.start, self.stop))
         _fill(self.matrix, raw, self.stored, self.targets, library)
 
 

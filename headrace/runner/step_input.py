@@ -17,9 +17,12 @@ class StepInput:
     rows, positions, writes, ids: one entry a token. alone: the position of a token that is a query
     of its own (those of the plan's first rows), -1 for one of a chunk. sources: the token behind
     each row of logits. draw_tokens, draw_rows, draw_logits: one entry a draw; the last is the row
-    of logits that it draws from. wanted_rows, wanted_positions: of the token behind each row of
-    logits; behind the last of them, of a token that sees nothing. The host stores positions less
-    one: the device moves them on as a step begins, so that a steady decode step needs no upload.
+    of logits that it draws from; drawn [3, draws]: these three as the host last wrote them.
+    wanted_rows, wanted_positions: of the token behind each row of logits; behind the last of them,
+    of a token that sees nothing.
+
+    The host stores positions less one: the device moves them on as a step begins, so that a steady
+    decode step needs no upload.
     """
 
     def __init__(self, tokens: int, draws: int, device: torch.device) -> None:
@@ -30,6 +33,7 @@ class StepInput:
         self.sources, self.draw_tokens, self.draw_rows, self.draw_logits = self._device[5:9]
         self.wanted_rows, self.wanted_positions = self._device[9:]
         self._upload = Upload((11, width), device)
+        self.drawn = np.zeros((3, 0), np.int32)
         self._following: tuple[list[int], list[int], list[int], list[int]] | None = None
 
     def columns(self, tokens: int, tables: torch.Tensor) -> StepColumns:
@@ -92,7 +96,7 @@ class StepInput:
         draws = len(plan.draw_from)
         slot[6, :draws] = lasts[plan.draw_from]
         slot[7, :draws] = plan.draw_into
-        if draws != len(sources):
-            at = {row: i for i, row in enumerate(sources)}
-            slot[8, :draws] = [at[row] for row in plan.draw_from]
+        at = {row: i for i, row in enumerate(sources)}
+        slot[8, :draws] = [at[row] for row in plan.draw_from]
+        self.drawn = slot[6:9, :draws].copy()
         self._upload.send(self._device, len(slot))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,14 +35,22 @@ DRAWN = Sampling(temperature=0.9, top_p=0.8, seed=7)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that pad little; a sampler that looks at few logits at a time."""
+    from headrace.kernels.edited import Wide
+    from headrace.kernels.logprobs import LogprobScratch
     from headrace.kernels.sampling import Scratch
-    from headrace.runner import forward
+    from headrace.runner import draws, forward
 
     monkeypatch.setattr(forward, "ALONE_SIZES", (1, 4))
     monkeypatch.setattr(forward, "MIXED_SIZES", (8,))
     monkeypatch.setattr(forward, "MIXED_SINGLES", 1)
-    allocate = functools.partial(Scratch.allocate, chunk=32, sample=16)
-    monkeypatch.setattr(Scratch, "allocate", allocate)
+    sizes: list[tuple[Any, dict[str, int]]] = [
+        (Scratch, {"chunk": 32, "sample": 16}),
+        (LogprobScratch, {"chunk": 128}),
+        (Wide, {"chunk": 32, "positions": 4}),
+    ]
+    for memory, small_sizes in sizes:
+        monkeypatch.setattr(memory, "allocate", functools.partial(memory.allocate, **small_sizes))
+    monkeypatch.setattr(draws, "WIDE_ROWS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
     """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library."""
-    from headrace.backends.cuda.buffers import Buffers
+    from headrace.backends.cuda import buffers as memory
     from headrace.backends.cuda.device import Card
     from headrace.kernels.tuned import default
     from headrace.runner.build_cuda import Plan, forward_on
@@ -66,7 +75,8 @@ def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
         model.fold_norms()
     plan = Plan(ROWS, MAX_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN)
     card = Card("interpreter", 0, 0, 1, (0, 0))
-    buffers = Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
+    with mock.patch.object(memory, "MLP_TOKENS", 5 if folded else MAX_TOKENS):  # by pieces
+        buffers = memory.Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
     forward = forward_on(
         model,
         plan,

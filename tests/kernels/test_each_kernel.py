@@ -21,8 +21,10 @@ from tests.kernels import (
     test_attention_decode,
     test_attention_prefill,
     test_dense_prefill,
+    test_edited,
     test_elementwise,
     test_linear,
+    test_logprobs,
     test_sampling,
     test_state,
 )
@@ -53,6 +55,15 @@ CASES: dict[str, Case] = {
     "_copy_kernel": lambda on: test_state.test_copy_blocks(on, DTYPE, True),
     "bracket_kernel gather_kernel edge_kernel kept_kernel chunk_peaks_kernel draw_kernel": (
         lambda on: test_sampling.test_masked_tokens_are_never_drawn()
+    ),
+    "widen_kernel edit_kernel moments_kernel sigma_kernel": (
+        lambda on: test_edited.test_long_sequences()
+    ),
+    "settle_kernel typical_kernel near_kernel": (
+        lambda on: test_edited.test_rows_that_cannot_be_drawn()
+    ),
+    "chunk_logprobs_kernel row_logprobs_kernel": (
+        lambda on: test_logprobs.check(DTYPE, listed=True, vocab=2 * test_logprobs.CHUNK + 3)
     ),
 }
 

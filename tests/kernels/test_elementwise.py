@@ -127,22 +127,30 @@ def test_rotary_write(
 def test_begin(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     columns = paged(tokens, 1, 2, dtype, device).columns
     spare = columns.tables.shape[0] - 1
+    columns.positions.sub_(1)
     columns.rows[tokens // 2 :: 3] = spare
     columns.positions[tokens // 2 :: 3] = 0
+    columns.writes[tokens // 2 :: 3] = 0
     embedding = draw(37, k, dtype=dtype, device=device)
     last = torch.randint(37, (spare + 1,), dtype=torch.int32).to(device)
     ids = torch.randint(-20, 37, (tokens,), dtype=torch.int32).clamp(min=-1).to(device)
     x = torch.full((tokens, k), float("nan"), dtype=dtype, device=device)
     theirs = dataclasses.replace(columns, positions=columns.positions.clone())
     their_ids, their_x = ids.clone(), x.clone()
-    begin(ids, last, embedding, columns, x, with_pdl=pdl.supported(device))
-    begin_reference(their_ids, last, embedding, theirs, their_x)
+    slots = torch.full((tokens * 3 + 1, 4), -7, dtype=torch.int32, device=device)
+    their_slots = slots.clone()
+    begin(ids, last, embedding, columns, slots, x, with_pdl=pdl.supported(device))
+    begin_reference(their_ids, last, embedding, theirs, their_slots, their_x)
+    assert torch.equal(slots, their_slots)
+    assert int((slots != -7).sum()) == int(columns.writes.sum())
     assert torch.equal(x, their_x)
     assert torch.equal(columns.positions, theirs.positions)
     assert torch.equal(ids, their_ids)
-    begin(ids, last, embedding, columns, x)  # the host said nothing: the newest draws
+    columns.writes.zero_()
+    begin(ids, last, embedding, columns, slots, x)  # the host said nothing: the newest draws
     assert torch.equal(x, embedding[last[columns.rows.long()].long()])
     assert not columns.positions[columns.rows == spare].any()
+    assert torch.equal(slots, their_slots), "an unwritten token left its id"
 
 
 def test_no_tokens_no_launch(device: torch.device) -> None:

@@ -65,12 +65,13 @@ def draw(
     numbers = torch.arange(draws, dtype=torch.int32)
     sample(
         logits.to(DEVICE),
+        numbers.to(DEVICE),
         params.to(DEVICE),
         column,
         numbers.flip(0).contiguous().to(DEVICE),
         (2 * numbers + 1).to(DEVICE),
         last,
-        tokens,
+        tokens[:draws],
         kind=kind,
         scratch=scratch,
     )
@@ -182,7 +183,7 @@ def test_top_p_of_equal_tokens_counts_them_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_cannot_be_drawn(dtype: torch.dtype) -> None:
-    """NaN, +inf or nothing finite: -1 there, and the others as if they were alone."""
+    """NaN or +inf: -1 there; nothing finite: -2; and the others as if they were alone."""
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[0, VOCAB - 1] = float("nan")
     logits[2, 3] = float("inf")
@@ -194,7 +195,7 @@ def test_rows_that_cannot_be_drawn(dtype: torch.dtype) -> None:
     calls.append(("greedy", [Sampling(temperature=0.0)] * 6))
     for kind, wanted in calls:
         drawn = draw(logits, wanted, positions, kind)
-        assert [drawn.tokens[j] for j in (0, 2, 4)] == [-1, -1, -1]
+        assert [drawn.tokens[j] for j in (0, 2, 4)] == [-1, -1, -2]
         assert [drawn.last[j] for j in (0, 2, 4)] == [0, 0, 0]
         assert drawn.tokens[5] == 0
         for j in (1, 3):

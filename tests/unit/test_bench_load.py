@@ -116,6 +116,25 @@ async def test_failures_are_records_not_exceptions(steps: list[bytes | float], e
     assert one.end_s > one.sent_s
 
 
+@pytest.mark.parametrize(("keep", "word"), [(True, b""), (False, b"connection: close")])
+async def test_a_connection_for_each_request(keep: bool, word: bytes) -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        target = Target(url=f"http://127.0.0.1:{port}", model="m", keep_alive=keep)
+        async with client_session(target) as session:
+            bodies = Workload(requests=1).bodies("m", "p")
+            (record,) = await closed_loop(session, target, "/v1/chat/completions", bodies, 1)
+    assert record.error
+    assert word in heads[0]
+    assert keep or len(heads) == 1
+
+
 async def test_no_server_at_all() -> None:
     target = Target(url="http://127.0.0.1:9", model="m")
     with pytest.raises(EngineError, match="warm-up"):

@@ -127,6 +127,21 @@ def metadata_file(path: Path, key: str, kind: int, value: bytes) -> Path:
     return path
 
 
+def test_strings_can_be_skipped(scratch: Path) -> None:
+    words = [b"a", b"", b"ccc"]
+    array = struct.pack("<IQ", 8, 3) + b"".join(struct.pack("<Q", len(w)) + w for w in words)
+    metadata_file(scratch, "k", 9, array)
+    assert read_header(scratch).metadata["k"] == ["a", "", "ccc"]
+    skipped = read_header(scratch, strings=False).metadata["k"]
+    assert len(skipped) == 3
+    with pytest.raises(AssertionError, match="without its strings"):
+        skipped[0]
+    for cut in (1, 4, 12, 20):
+        metadata_file(scratch, "k", 9, array[:-cut])
+        with pytest.raises(ModelError, match="not a readable GGUF"):
+            read_header(scratch, strings=False)
+
+
 def test_arrays_nested_without_end(scratch: Path) -> None:
     value = struct.pack("<IQ", 9, 1) * 5000
     with pytest.raises(ModelError, match="nested too deep"):

@@ -7,9 +7,12 @@ import torch
 from headrace.backends.cuda.dense_chunks import PADDING
 from headrace.models.spec import ModelSpec
 
+MLP_TOKENS = 4096  # that pass through gate, up and down at once: more gain nothing
+
 
 class Buffers:
-    """For steps of at most `tokens` tokens, of which at most `draws` yield logits.
+    """For steps of at most `tokens` tokens, of which at most `draws` yield logits. `gate_up` and
+    `inner` hold MLP_TOKENS of them.
 
     Graphs of smaller steps use the first rows of the same tensors. Zero at first: the padding of a
     graph goes through every layer on whatever stands there, and no number of it is read.
@@ -31,12 +34,11 @@ class Buffers:
         q = rows(PADDING + tokens + PADDING, q_width)[PADDING : PADDING + tokens]
         self.q = q.view(tokens, spec.heads, spec.head_dim)
         self.attended = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
-        self.gate_up = rows(tokens, 2 * spec.ffn)
-        self.inner = rows(tokens, spec.ffn)
+        self.gate_up = rows(min(tokens, MLP_TOKENS), 2 * spec.ffn)
+        self.inner = rows(min(tokens, MLP_TOKENS), spec.ffn)
         self.chosen = rows(draws, spec.hidden)  # the stream of tokens whose logits are wanted
         self.chosen_q = rows(draws, q_width).view(draws, spec.heads, spec.head_dim)
         self.logits = rows(draws, spec.vocab_size)
-        self.spread = rows(draws, spec.vocab_size)  # a row of logits for each draw, where n > 1
 
     @property
     def size_bytes(self) -> int:

@@ -2,7 +2,9 @@
 
 One allocation, [layers, 2, blocks + 1, kv_heads, block_size, head_dim]; K and V of a layer are
 views.
-The extra last block belongs to padding: it is written by nobody and stays zero.
+The extra last block belongs to padding: it is written by nobody and stays zero. Beside them the id
+of the token in each slot: whoever shares a block shares its ids, so the sequence of a device row is
+read through the row's table, however its tokens got there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels.state import copy_blocks
+
+ID_BYTES = 4  # of one slot's id
 
 
 class CudaKvStore:
@@ -32,6 +36,7 @@ class CudaKvStore:
         self._all = torch.zeros(shape, dtype=dtype, device=device)
         self.k = [self._all[layer, 0] for layer in range(layers)]
         self.v = [self._all[layer, 1] for layer in range(layers)]
+        self.ids = torch.zeros((blocks + 1, block_size), dtype=torch.int32, device=device)
 
     @property
     def spare_block(self) -> int:
@@ -41,12 +46,13 @@ class CudaKvStore:
     @property
     def size_bytes(self) -> int:
         """All of it."""
-        return self._all.numel() * self._all.element_size()
+        return self._all.numel() * self._all.element_size() + self.ids.numel() * ID_BYTES
 
     @property
     def token_bytes(self) -> int:
         """K and V of one token in every layer."""
-        return self.size_bytes // ((self.blocks + 1) * self.block_size)
+        slots = (self.blocks + 1) * self.block_size
+        return self._all.numel() * self._all.element_size() // slots
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target), as if all at once."""
@@ -55,4 +61,13 @@ class CudaKvStore:
         table = torch.tensor(pairs, dtype=torch.int32)
         pinned = table.pin_memory() if self._all.is_cuda else table
         on_device = pinned.to(self._all.device, non_blocking=True)
+        self._copy(table, on_device)
+
+    def _copy(self, table: torch.Tensor, on_device: torch.Tensor) -> None:
         copy_blocks(self._all[:, 0], self._all[:, 1], table, on_device)
+        copy_blocks(self.ids[None], self.ids[None], table, on_device)
+
+    def compile(self) -> None:
+        """Launch the kernels of `copy`, for `kernels.launch.compiling`."""
+        table = torch.tensor([(0, 1)], dtype=torch.int32)
+        self._copy(table, table.to(self._all.device))

@@ -100,6 +100,7 @@ class CudaOps:
             self._place.last,
             embedding.weight,
             self._columns,
+            self._place.store.ids,
             x,
             with_pdl=self._place.pdl,
         )
@@ -193,15 +194,23 @@ class CudaOps:
         buffers, n = self._place.buffers, self._tokens
         weight = mlp.gate_up.weight
         config = self._config("gate_up", n, weight)
-        inner = buffers.inner[:n]
         if config is not None:
+            inner = buffers.inner[:n]
             gate_up(x, weight, norm=(norm.weight, norm.eps), out=inner, **self._options(config))
-        else:
-            both = buffers.gate_up[:n]
-            scale = self._scale(x, norm) if norm.folded else None
-            torch.mm(x if norm.folded else self._normed(x, norm), weight.t(), out=both)
-            silu_mul(both, scale=scale, out=inner, with_pdl=self._place.pdl)
-        return self._add("down", x, inner, mlp.down)
+            return self._add("down", x, inner, mlp.down)
+        pieces = -(-n // buffers.gate_up.shape[0])
+        for piece in range(pieces):
+            self._add_mlp_rows(x[n * piece // pieces : n * (piece + 1) // pieces], norm, mlp)
+        return x
+
+    def _add_mlp_rows(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> None:
+        """x += mlp(norm(x)) for as many rows as the buffers hold, by the library's products."""
+        rows, buffers, weight = x.shape[0], self._place.buffers, mlp.gate_up.weight
+        both, inner = buffers.gate_up[:rows], buffers.inner[:rows]
+        scale = self._scale(x, norm) if norm.folded else None
+        torch.mm(x if norm.folded else self._normed(x, norm), weight.t(), out=both)
+        silu_mul(both, scale=scale, out=inner, with_pdl=self._place.pdl)
+        self._add("down", x, inner, mlp.down)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
