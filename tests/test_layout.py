@@ -36,16 +36,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
-    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws"},
+    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "beams"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws"},
     "asked": BASE | {"sources", "text", "draws"},
+    "beams": {"messages"},
+    "completion": BASE | {"text", "params"},
     "progress": set(),
-    "llm": BASE | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"},
+    "llm": BASE
+    | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"}
+    | {"beams", "completion"},
     "launch": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
-    "__init__": {"llm", "params"},
+    "__init__": {"llm", "params", "completion"},
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
 NO_TORCH = {"api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}

@@ -34,6 +34,7 @@ samplings = st.builds(
                 held=st.just([EOS])),
     repetition=st.none() | st.just(Repetition(1.5, 0.5, 0.5, 9)),
     lz=st.none() | st.just(Lz(0.5, 16)),
+    logprobs=st.sampled_from([-1, -1, 0, 3]),
 )  # fmt: skip
 
 
@@ -109,6 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
                 cache_salt=shape.choice(["", "", "", "s"]),
                 adapter=shape.choice(["", "", "", "a"]),
                 stop_ids=shape.choice([[], [EOS], [EOS, ord("e")]]),
+                prompt_logprobs=shape.choice([-1, -1, -1, 0, 2]),
             )
 
     @rule(turns=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.5, 2.0]))
