@@ -113,8 +113,8 @@ def draw_kernel(
             weights = weight(tl.minimum(z, here_peak), here_peak, scale)
             if TRUNCATE:
                 weights = tl.where(kept_of(ordered(z), edge, here_room), weights, 0)
-            if TYPICAL:
-                if typical:  # noqa: SIM102 - one of the two is known to the compiler
+            if TYPICAL:  # noqa: SIM102 - the compiler knows one of the two
+                if typical:
                     near = near_of(z, ids, all_peak, temperature, means + draw, limits + draw * 2)
                     weights = tl.where(near, weights, 0)
             token = _first_over(ids, weights, local, VOCAB)
