@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.mask_upload import MaskUpload
 from headrace.backends.cuda.upload import Upload
 from headrace.engine.protocol import Masks
 from headrace.kernels import edited, sampling
@@ -24,7 +25,6 @@ from headrace.kernels.draw_params import KINDS, Kind
 from headrace.kernels.logprobs import ENTRY, LogprobScratch, logprobs
 from headrace.messages import StepPlan
 from headrace.runner.device_state import DeviceState
-from headrace.runner.mask_upload import MaskUpload
 from headrace.runner.step_input import StepInput
 
 WIDE_ROWS = 128  # edited rows at a time: 1.2 MB each at 152064 tokens
