@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.grammar.asked import StructuredOutputs as StructuredOutputs
     from headrace.llm import LLM as LLM
     from headrace.llm import Completion as Completion
     from headrace.params import SamplingParams as SamplingParams
@@ -18,6 +19,7 @@ _LAZY = {
     "LLM": "headrace.llm",
     "Completion": "headrace.llm",
     "SamplingParams": "headrace.params",
+    "StructuredOutputs": "headrace.grammar.asked",
 }
 
 

@@ -23,7 +23,8 @@ from headrace import config, launch
 from headrace.asked import Sampler, output_tokens
 from headrace.draws import parse_defaults
 from headrace.errors import EngineDead, InvalidRequest, by_code
-from headrace.messages import Abort, Done, End, Finish, Reason, Submit
+from headrace.grammar.asked import of_structured
+from headrace.messages import Abort, Done, End, Finish, Grammar, Reason, Submit
 from headrace.params import SamplingParams
 from headrace.progress import Bar
 from headrace.sources.card import read_card
@@ -258,8 +259,15 @@ class LLM:
             priority=params.priority,
             cache_salt=params.cache_salt,
             arrived_s=time.monotonic(),
+            grammar=self._grammar(params),
         )
         return _Job(submit, [self._choice(at, index, prompt, params) for index in range(params.n)])
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        self._tokenizer.need_text("structured_outputs")
+        return of_structured(params.structured_outputs)
 
     def _choice(self, at: int, index: int, prompt: list[int], params: SamplingParams) -> _Choice:
         text = ChoiceText(

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from headrace.draws import Draws, hints
 from headrace.errors import InvalidRequest
+from headrace.grammar.asked import StructuredOutputs
 
 
 class SamplingParams(Draws, frozen=True, kw_only=True):
@@ -29,6 +30,7 @@ class SamplingParams(Draws, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     priority: int = 0  # needs scheduling_policy="priority"
     cache_salt: str = ""
+    structured_outputs: StructuredOutputs | None = None  # what the output must match
 
     def __post_init__(self) -> None:
         for name, hint in hints(SamplingParams).items():

@@ -22,7 +22,8 @@ from headrace.api.service import Service
 from headrace.asked import output_tokens
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
-from headrace.messages import EngineInfo
+from headrace.grammar.asked import convert_structured, of_response_format, of_structured
+from headrace.messages import EngineInfo, Grammar
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
 INLINE_BYTES = 2048  # longer bodies are rendered and tokenised in a thread
@@ -214,6 +215,9 @@ def _prepared(
     if not request.ignore_eos:
         stop_ids = sorted({*stop_ids, *service.eos_ids})
     sampling = service.sampler.sampling(request, info.vocab_size, stop_ids, 0)
+    grammar = asked_grammar(request)
+    if grammar is not None:
+        service.tokenizer.need_text("structured_outputs")
     jobs = [
         Job(
             prompt=prompt,
@@ -227,6 +231,7 @@ def _prepared(
             n=n,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            grammar=grammar,
         )
         for prompt in prompts
     ]
@@ -242,6 +247,33 @@ def _prepared(
         echo=echo,
         min_tokens=request.min_tokens or 0,
     )
+
+
+def asked_grammar(request: Generation) -> Grammar | None:
+    """What the answer must match. Raises InvalidRequest naming the field or the keyword."""
+    guided = {
+        name: value
+        for name in ("json", "regex", "choice", "grammar")
+        if (value := getattr(request, f"guided_{name}")) is not None
+    }
+    given = [
+        name
+        for name, here in (
+            ("response_format", request.response_format),
+            ("structured_outputs", request.structured_outputs),
+            ("guided_*", guided or None),
+        )
+        if here is not None
+    ]
+    found = [
+        of_response_format(request.response_format) if request.response_format else None,
+        of_structured(request.structured_outputs) if request.structured_outputs else None,
+        of_structured(convert_structured(guided), "guided") if guided else None,
+    ]
+    grammars = [grammar for grammar in found if grammar is not None]
+    if len(grammars) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} exclude each other", param=given[-1])
+    return grammars[0] if grammars else None
 
 
 def _text(content: str | list[dict[str, Any]] | None, where: str) -> str | None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
+from headrace.grammar.asked import ResponseFormat, StructuredOutputs
 
 MAX_N = 128  # choices a prompt
 MAX_PROMPTS = 1024  # prompts in one completions request
@@ -54,6 +55,12 @@ class Generation(Draws, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None  # these are structured_outputs, of old
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def limit_tokens(self) -> int | None:
@@ -131,7 +138,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
@@ -142,11 +148,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "reasoning_effort": (None,),
     "verbosity": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
     "truncate_prompt_tokens": (None,),

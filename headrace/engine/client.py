@@ -28,6 +28,7 @@ from headrace.messages import (
     End,
     EngineInfo,
     Finish,
+    Grammar,
     Pulse,
     Sampling,
     Submit,
@@ -60,6 +61,7 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    grammar: Grammar | None = None
 
 
 class Delta(msgspec.Struct):
@@ -321,6 +323,7 @@ class EngineClient:
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
                 arrived_s=arrived_s,
+                grammar=job.grammar,
             )
             if not self._send(submit):
                 stream.abort()

@@ -122,7 +122,6 @@ def test_fields_that_cannot_be_honoured_are_refused_unless_they_ask_for_nothing(
         ("prompt_logprobs", -1),
         ("tool_choice", "required"),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
         ("best_of", 2),
         ("best_of", 5_000_000),
     ],
