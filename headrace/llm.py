@@ -24,6 +24,7 @@ from headrace.asked import Sampler, output_tokens
 from headrace.draws import parse_defaults
 from headrace.errors import EngineDead, InvalidRequest, by_code
 from headrace.grammar.asked import of_structured
+from headrace.grammar.check import Checker
 from headrace.messages import Abort, Done, End, Finish, Grammar, Reason, Submit
 from headrace.params import SamplingParams
 from headrace.progress import Bar
@@ -104,6 +105,7 @@ class LLM:
         self._handles = itertools.count()
         self._live: dict[int, _Job] = {}
         self._seeds = random.Random(self.settings.seed or secrets.randbits(64))
+        self._checker = Checker()
         self._closed = False
 
     # ------------------------------------------------------------ what the caller asks
@@ -168,6 +170,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._engine.close()
+            self._checker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -267,7 +270,10 @@ class LLM:
         if params.structured_outputs is None:
             return None
         self._tokenizer.need_text("structured_outputs")
-        return of_structured(params.structured_outputs)
+        grammar = of_structured(params.structured_outputs)
+        if grammar is not None:
+            self._checker.submit(grammar, "structured_outputs").result()
+        return grammar
 
     def _choice(self, at: int, index: int, prompt: list[int], params: SamplingParams) -> _Choice:
         text = ChoiceText(

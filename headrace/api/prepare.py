@@ -19,10 +19,10 @@ from headrace.api.schemas import (
     Tokenize,
 )
 from headrace.api.service import Service
+from headrace.api.structured import checked_grammar
 from headrace.asked import output_tokens
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
-from headrace.grammar.asked import convert_structured, of_response_format, of_structured
 from headrace.messages import EngineInfo, Grammar
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
@@ -53,18 +53,20 @@ async def prepare_chat(
 ) -> Prepared:
     """One prompt from the chat template. Raises InvalidRequest, ContextTooLong."""
     limit = request.limit_tokens
+    grammar = await checked_grammar(service, request)
     ids = await _timed(
         service, body_bytes, lambda: chat_ids(service, request, normalise(request.messages))
     )
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
-    return _prepared(service, request, info, [ids], limit, "messages", [])
+    return _prepared(service, request, info, [ids], limit, "messages", [], grammar)
 
 
 async def prepare_completion(
     service: Service, request: Completion, info: EngineInfo, body_bytes: int
 ) -> Prepared:
     """One to MAX_PROMPTS prompts of text or ids. Raises InvalidRequest, ContextTooLong."""
+    grammar = await checked_grammar(service, request)
     add_special = request.add_special_tokens is not False
     n = request.n or 1
     tokenizer = service.tokenizer
@@ -98,7 +100,7 @@ async def prepare_completion(
             for prompt in prompts
         ]
     limit = request.limit_tokens or COMPLETION_TOKENS
-    return _prepared(service, request, info, ids, limit, "prompt", echo)
+    return _prepared(service, request, info, ids, limit, "prompt", echo, grammar)
 
 
 def chat_ids(
@@ -209,15 +211,13 @@ def _prepared(
     limit: int | None,
     param: str,
     echo: list[str],
+    grammar: Grammar | None,
 ) -> Prepared:
     n = request.n or 1
     stop_ids = list(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_ids = sorted({*stop_ids, *service.eos_ids})
     sampling = service.sampler.sampling(request, info.vocab_size, stop_ids, 0)
-    grammar = asked_grammar(request)
-    if grammar is not None:
-        service.tokenizer.need_text("structured_outputs")
     jobs = [
         Job(
             prompt=prompt,
@@ -247,33 +247,6 @@ def _prepared(
         echo=echo,
         min_tokens=request.min_tokens or 0,
     )
-
-
-def asked_grammar(request: Generation) -> Grammar | None:
-    """What the answer must match. Raises InvalidRequest naming the field or the keyword."""
-    guided = {
-        name: value
-        for name in ("json", "regex", "choice", "grammar")
-        if (value := getattr(request, f"guided_{name}")) is not None
-    }
-    given = [
-        name
-        for name, here in (
-            ("response_format", request.response_format),
-            ("structured_outputs", request.structured_outputs),
-            ("guided_*", guided or None),
-        )
-        if here is not None
-    ]
-    found = [
-        of_response_format(request.response_format) if request.response_format else None,
-        of_structured(request.structured_outputs) if request.structured_outputs else None,
-        of_structured(convert_structured(guided), "guided") if guided else None,
-    ]
-    grammars = [grammar for grammar in found if grammar is not None]
-    if len(grammars) > 1:
-        raise InvalidRequest(f"{' and '.join(given)} exclude each other", param=given[-1])
-    return grammars[0] if grammars else None
 
 
 def _text(content: str | list[dict[str, Any]] | None, where: str) -> str | None:

@@ -75,14 +75,6 @@ def of_structured(asked: StructuredOutputs, param: str = "structured_outputs") -
     return _bounded(Grammar("lark", asked.grammar), f"{param}.grammar")
 
 
-def convert_structured(fields: Mapping[str, Any]) -> StructuredOutputs:
-    """Checked as in a body. Raises InvalidRequest naming the field."""
-    try:
-        return msgspec.convert(fields, StructuredOutputs)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"structured_outputs: {error}", param="structured_outputs") from None
-
-
 def of_response_format(asked: ResponseFormat) -> Grammar | None:
     """The grammar, or None for text. Raises InvalidRequest naming the field or the keyword."""
     param = "response_format"

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, RequestFailed
 from headrace.grammar.limits import CACHED, LEXER_STATES, MAX_TEXT
-from headrace.grammar.matcher import Matcher, fill
+from headrace.grammar.matcher import Matcher, fill, why
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.messages import Grammar
 
@@ -70,7 +70,15 @@ class Compiler:
             return self._tokenizer
 
     def _compile(self, grammar: Grammar) -> Matcher:
-        return Matcher(compiled(self._ready(), grammar))
+        tokenizer = self._ready()
+        matcher = Matcher(compiled(tokenizer, grammar))
+        # The first mask is the dearest; clones share what it found out.
+        self.fill([matcher], np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32))
+        try:
+            matcher.check()
+        except RequestFailed as error:
+            raise InvalidRequest(error.message) from None
+        return matcher
 
 
 def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -84,7 +92,7 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
     inner = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if inner.is_error():
-        raise InvalidRequest(_why(inner))
+        raise InvalidRequest(why(inner))
     return inner
 
 
@@ -95,10 +103,3 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     return LLMatcher.grammar_from_lark(grammar.text)
-
-
-def _why(inner: LLMatcher) -> str:
-    error = inner.get_error()
-    if error.startswith("NoExtension"):
-        return "nothing can match the grammar: it never comes to an end"
-    return error

@@ -6,7 +6,7 @@ MAX_TEXT = 256 * 1024  # characters of a schema, regular expression, choice list
 MAX_DEPTH = 64  # nested objects and arrays in a schema's own text
 MAX_CHOICES = 4096
 CHECK_S = 5.0  # wall clock of one check; what takes longer is refused
-CHECK_BYTES = 2 * 2**30  # address space that one check may add
+CHECK_BYTES = 3 * 2**30  # address space of the process that checks
 CACHED = 64  # compiled grammars that an engine keeps
 LEXER_STATES = 100_000  # of one grammar; each takes 1 to 2 kB
 

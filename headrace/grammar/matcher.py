@@ -45,7 +45,7 @@ class Matcher:
     def check(self) -> None:
         """Raise RequestFailed if llguidance gave up on it."""
         if self._inner.is_error():
-            raise RequestFailed(f"the grammar could not be followed: {self._inner.get_error()}")
+            raise RequestFailed(f"the grammar cannot be followed: {why(self._inner)}")
 
 
 def fill(executor: LLExecutor, matchers: Sequence[Matcher], bits: npt.NDArray[np.int32]) -> None:
@@ -55,3 +55,15 @@ def fill(executor: LLExecutor, matchers: Sequence[Matcher], bits: npt.NDArray[np
     assert len(matchers) <= rows, f"{len(matchers)} matchers, {rows} rows"
     pairs = [(matcher._inner, row) for row, matcher in enumerate(matchers)]
     executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, words * 4, rows)
+
+
+def why(inner: LLMatcher) -> str:
+    """llguidance's error, with the keyword that it does not name."""
+    error = inner.get_error()
+    if error.startswith("NoExtension"):
+        return "nothing can match the grammar: it never comes to an end"
+    if error.startswith(("Pointer", "Resource")):
+        return f"$ref: {error}"
+    if error.startswith(("regex parse error", "lookarounds")):
+        return f"pattern: {error}"
+    return error
