@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import InvalidRequest
+from headrace.grammar.formats import tightened
 from headrace.grammar.limits import MAX_CHOICES, MAX_TEXT, WHITESPACE
 from headrace.grammar.schema import check_schema
 from headrace.messages import Grammar
@@ -116,7 +117,9 @@ def json_grammar(
 ) -> Grammar:
     """Raises InvalidRequest naming the keyword for a schema that cannot be honoured whole."""
     check_schema(schema, param, strict=strict)
-    body = {} if schema is True else {"not": {}} if schema is False else dict(schema)
+    if schema is False:
+        raise InvalidRequest(f"{param} is false: nothing matches it", param=param)
+    body = {} if schema is True else tightened(schema)
     blanks = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
     text = msgspec.json.encode({**body, "x-guidance": blanks}).decode()
     return _bounded(Grammar("json", text), param)

@@ -43,6 +43,7 @@ COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "ma
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MOST_REMAINDERS = 100_000  # of multipleOf: the size of the automaton that counts them
 MOST_COUNT = 100_000
+EXACT = 2**53  # whole numbers up to here are themselves as float64
 # Strict mode's schemas may hold these and no others.
 STRICT = {
     *MAPS, *LISTS, *SINGLE, *COUNTS, *BOUNDS,
@@ -105,6 +106,9 @@ def _check(schema: Schema, where: str) -> None:
     _check_type(schema, where)
     if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
         raise _fail(where, "enum", "it is a list of at least one value")
+    for value in [*schema.get("enum", []), schema.get("const")]:
+        if not _exact(value):
+            raise _fail(where, "enum" if "enum" in schema else "const", "a number over 2**53")
     for keyword in ("anyOf", "oneOf", "allOf"):
         if keyword in schema and not schema[keyword]:
             raise _fail(where, keyword, "it is a list of at least one schema")
@@ -113,6 +117,15 @@ def _check(schema: Schema, where: str) -> None:
             raise _fail(where, keyword, "it is a string")
     _check_numbers(schema, where)
     _check_required(schema, where)
+
+
+def _exact(value: Any) -> bool:
+    """Every number in it is written as it was read."""
+    if isinstance(value, Mapping):
+        return all(_exact(inner) for inner in value.values())
+    if isinstance(value, list):
+        return all(_exact(inner) for inner in value)
+    return type(value) is not int or abs(value) <= EXACT
 
 
 def _check_type(schema: Schema, where: str) -> None:
@@ -138,6 +151,8 @@ def _check_numbers(schema: Schema, where: str) -> None:
         value = schema.get(keyword, 1)
         if type(value) not in (int, float):
             raise _fail(where, keyword, f"{value!r:.50} is not a number")
+        if abs(value) > EXACT:
+            raise _fail(where, keyword, f"{value} is over 2**53: not exact")
     step = schema.get("multipleOf", 1)
     if step <= 0:
         raise _fail(where, "multipleOf", "it is over 0")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from decimal import Decimal
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from llguidance import LLTokenizer
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.asked import json_grammar
+from headrace.grammar.checker import verdict
 from headrace.grammar.compile import compiled
 from headrace.grammar.matcher import Matcher
 from headrace.grammar.vocabulary import Vocabulary
@@ -94,20 +96,22 @@ def walk(start: Matcher, random: Random, most: int = 400, eager: int = 40) -> by
 
 def validate(schema: Any, out: bytes) -> Any:
     """The value of `out`, which must match `schema`, formats and all."""
-    value = json.loads(out)
+    value = json.loads(out, parse_float=Decimal)  # 0.3 is a multiple of 0.1
     jsonschema.validate(
         value,
-        schema,
+        json.loads(json.dumps(schema), parse_float=Decimal),
         cls=jsonschema.Draft202012Validator,
         format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
     )
     return value
 
 
-def outputs(schema: Any, walks: int, seed: int = 0, **options: Any) -> list[bytes]:
+def outputs(
+    schema: Any, walks: int, seed: int = 0, most: int = 400, eager: int = 40, **options: Any
+) -> list[bytes]:
     """Outputs that came to their end, each of which validates. Raises InvalidRequest."""
     start = matcher(json_grammar(schema, "schema", **options))
-    found = [walk(start, Random(f"{seed}/{i}")) for i in range(walks)]
+    found = [walk(start, Random(f"{seed}/{i}"), most, eager) for i in range(walks)]
     done = [out for out in found if out is not None]
     for out in done:
         validate(schema, out)
@@ -117,7 +121,6 @@ def outputs(schema: Any, walks: int, seed: int = 0, **options: Any) -> list[byte
 def refusal(schema: Any) -> str | None:
     """Why the schema is refused; None if it is not."""
     try:
-        matcher(json_grammar(schema, "schema"))
+        return verdict(tokenizer(), json_grammar(schema, "schema")) or None
     except InvalidRequest as error:
         return error.message
-    return None
