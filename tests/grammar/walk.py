@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from random import Random
 from typing import Any
 
@@ -45,6 +45,7 @@ TOKENS += [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"]
 TOKENS += [text.encode() for text in LONGER]
 CLOSERS = [i for i, token in enumerate(TOKENS) if token in (b'"', b"]", b"}", b'"}', b"}}", b"]]")]
 WORDS = -(-len(TOKENS) // 32)
+HUGE = 500
 
 
 @functools.cache
@@ -96,14 +97,21 @@ def walk(start: Matcher, random: Random, most: int = 400, eager: int = 40) -> by
 
 def validate(schema: Any, out: bytes) -> Any:
     """The value of `out`, which must match `schema`, formats and all."""
-    value = json.loads(out, parse_float=Decimal)  # 0.3 is a multiple of 0.1
-    jsonschema.validate(
-        value,
-        json.loads(json.dumps(schema), parse_float=Decimal),
-        cls=jsonschema.Draft202012Validator,
-        format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
-    )
+    value = json.loads(out, parse_float=_exact)
+    with localcontext(prec=4 * HUGE):
+        jsonschema.validate(
+            value,
+            json.loads(json.dumps(schema), parse_float=Decimal),
+            cls=jsonschema.Draft202012Validator,
+            format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
+        )
     return value
+
+
+def _exact(text: str) -> Decimal:
+    """0.3 is a multiple of 0.1. An exponent is legal JSON at any length: 1e999999 is 1e500 here."""
+    digits, _, exponent = text.lower().partition("e")
+    return Decimal(digits).scaleb(max(-HUGE, min(HUGE, int(exponent or 0))))
 
 
 def outputs(
