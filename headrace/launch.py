@@ -247,6 +247,7 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
 
         phase("loading")
         engine, info = build_engine(settings, files, report)
+        engine.warm()
         tell.send(("ready", info, 0.0))
         return engine, info
 

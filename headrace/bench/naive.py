@@ -147,6 +147,9 @@ class NaiveEngine:
             self._close_job(job, "abort")
         self._out.pop(owner, None)
 
+    def warm(self) -> None:
+        """The worker has been ready from the start."""
+
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._out)

@@ -105,6 +105,11 @@ class Engine:
         """An API process is gone: its requests end, and nothing more is said to it."""
         self.registry.drop_owner(owner)
 
+    def warm(self) -> None:
+        """Get ready, in the background, for what the first request that needs it would wait for."""
+        if self._grammars is not None:
+            self._grammars.warm()
+
     @property
     def has_work(self) -> bool:
         """A turn would do or say something."""

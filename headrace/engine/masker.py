@@ -30,7 +30,8 @@ class Masker:
         open_ = [i for i, token in enumerate(known) if token < 0]
         bits = self._room(len(draws))
         some = bits if len(open_) == len(draws) else np.zeros_like(bits[: len(open_)])
-        self._grammars.fill([sequences[i].matcher for i in open_], some)
+        if open_:
+            self._grammars.fill([sequences[i].matcher for i in open_], some)
         if some is not bits:
             bits[open_] = some
         words = bits.view(np.uint32)

@@ -156,7 +156,10 @@ class Grammars(Protocol):
         """A `Matcher` that stands at the start, to be cloned; or HeadraceError. Never blocks."""
 
     def fill(self, matchers: Sequence[Any], bits: npt.NDArray[np.int32], /) -> None:
-        """bits[i] = the tokens that matchers[i] allows next. bits is C-contiguous."""
+        """bits[i] = the tokens that matchers[i], at least one, allows next. bits is C-contiguous."""
+
+    def warm(self) -> None:
+        """Do now, in the background, what the first `compile` would wait for."""
 
     def close(self) -> None:
         """Compile nothing more."""
@@ -183,6 +186,9 @@ class ServingEngine(Protocol):
     @property
     def has_work(self) -> bool:
         """A turn would do or say something."""
+
+    def warm(self) -> None:
+        """Get ready, in the background, for what the first request would wait for."""
 
     def turn(self) -> dict[int, TokenOut]:
         """Owner -> what it is told. {} when there is nothing to say."""

@@ -1,4 +1,4 @@
-"""Structured output over HTTP, on the fake model, whose draws wander through all that is allowed."""
+"""Structured output over HTTP, on the fake model: its draws wander through all that is allowed."""
 
 from __future__ import annotations
 

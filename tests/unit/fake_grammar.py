@@ -100,12 +100,16 @@ class FakeGrammars:
                 future.set_result(FakeMatcher(grammar.text))
 
     def fill(self, matchers: Sequence[FakeMatcher], bits: npt.NDArray[np.int32]) -> None:
+        assert matchers, "nothing to fill"
         self.fills += 1
         words = bits.view(np.uint32)
         for row, matcher in zip(words, matchers, strict=True):
             row[:] = 0
             for token in (*matcher.allowed(), *((EOS,) if matcher.accepts else ())):
                 row[token // 32] |= np.uint32(1 << token % 32)
+
+    def warm(self) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True
