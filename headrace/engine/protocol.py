@@ -156,7 +156,7 @@ class Grammars(Protocol):
         """A `Matcher` that stands at the start, to be cloned; or HeadraceError. Never blocks."""
 
     def fill(self, matchers: Sequence[Any], bits: npt.NDArray[np.int32], /) -> None:
-        """bits[i] = the tokens that matchers[i], at least one, allows next. bits is C-contiguous."""
+        """bits[i] = what matchers[i] allows next; at least one matcher. bits is C-contiguous."""
 
     def warm(self) -> None:
         """Do now, in the background, what the first `compile` would wait for."""
