@@ -8,16 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.completion import Completion as Completion
     from headrace.grammar.asked import StructuredOutputs as StructuredOutputs
     from headrace.llm import LLM as LLM
-    from headrace.llm import Completion as Completion
+    from headrace.params import BeamParams as BeamParams
     from headrace.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "headrace.llm",
-    "Completion": "headrace.llm",
+    "Completion": "headrace.completion",
+    "BeamParams": "headrace.params",
     "SamplingParams": "headrace.params",
     "StructuredOutputs": "headrace.grammar.asked",
 }

@@ -21,12 +21,14 @@ import msgspec
 
 from headrace import config, launch
 from headrace.asked import Sampler, output_tokens
+from headrace.beams import Beam, BeamRules, BeamSearch
+from headrace.completion import Choice, Completion, Job
 from headrace.draws import parse_defaults
-from headrace.errors import EngineDead, InvalidRequest, by_code
+from headrace.errors import EngineDead, InvalidRequest, RequestFailed, by_code
 from headrace.grammar.asked import of_structured
 from headrace.grammar.check import Checker
-from headrace.messages import Abort, Done, End, Finish, Grammar, Reason, Submit
-from headrace.params import SamplingParams
+from headrace.messages import Abort, Done, End, Finish, Grammar, Logprobs, Submit
+from headrace.params import BeamParams, SamplingParams
 from headrace.progress import Bar
 from headrace.sources.card import read_card
 from headrace.text.choice import ChoiceText
@@ -39,40 +41,6 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 OWNER = 0  # the engine's only client
 GENERATE_TOKENS = 16  # max_tokens of `generate` when none is given, as /v1/completions has it
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    """One choice of one prompt."""
-
-    prompt_index: int  # which prompt of the call
-    index: int  # which choice of that prompt, 0 <= index < n
-    text: str = ""
-    token_ids: list[int] = []
-    finish_reason: Reason = "abort"  # stop, length, or error: see `error`
-    prompt_token_ids: list[int]
-    cached_tokens: int = 0  # prompt tokens that the prefix cache held
-    error: str = ""  # this prompt alone failed in the engine: why
-
-
-class _Choice:
-    """A choice while it runs: its record, its text machine, and whether its text is complete."""
-
-    def __init__(self, completion: Completion, text: ChoiceText) -> None:
-        self.completion, self.text = completion, text
-        self.ended = False  # later tokens are the overrun of a stop string
-
-
-class _Job:
-    """One prompt: what is submitted for it, and its choices as they come."""
-
-    def __init__(self, submit: Submit, choices: list[_Choice]) -> None:
-        self.submit, self.choices = submit, choices
-        self.done: Done | None = None  # its terminal message
-        self.tokens = 0  # received so far, all choices
-        self.fresh: list[str] = []  # text of choice 0 that `stream` has not handed on
-
-    def __lt__(self, other: _Job) -> bool:
-        return self.submit.handle < other.submit.handle
 
 
 class LLM:
@@ -103,7 +71,7 @@ class LLM:
         self._sampler = Sampler(self._card, server, self._tokenizer)
         self._engine, self.info = launch.build_engine(self.settings, files, _quiet)
         self._handles = itertools.count()
-        self._live: dict[int, _Job] = {}
+        self._live: dict[int, Job] = {}
         self._seeds = random.Random(self.settings.seed or secrets.randbits(64))
         self._checker = Checker()
         self._closed = False
@@ -153,8 +121,10 @@ class LLM:
         Closing the generator aborts the request. Needs n = 1. Raises as `generate` does, at the
         call; and a HeadraceError from the generator when the engine fails the request.
         """
-        if params is not None and params.n != 1:
-            raise InvalidRequest(f"n = {params.n}: a stream has one choice", param="n")
+        for name in ("n", "best_of"):
+            if params is not None and getattr(params, name) not in (None, 1):
+                asked = getattr(params, name)
+                raise InvalidRequest(f"{name} = {asked}: a stream has one choice", param=name)
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             conversation = cast(Sequence[Message], prompt)
             jobs = self._prepare(self._render(conversation, template), params, None, "messages")
@@ -164,6 +134,63 @@ class LLM:
             ids = self._encode([cast(Prompt, prompt)])
             jobs = self._prepare(ids, params, GENERATE_TOKENS, "prompts")
         return self._pieces(jobs[0])
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams
+    ) -> list[Completion]:
+        """The likeliest continuations of each prompt, best first; `cumulative_logprob` of each.
+
+        Otherwise as `generate`.
+        """
+        rules = BeamRules(params.beam_width, params.length_penalty, params.early_stopping)
+        shape = SamplingParams(
+            stop_token_ids=params.stop_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        self._check(shape)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._card.eos_ids)}
+        step = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=rules.sampling.logprobs,
+            ignore_eos=True,
+            cache_salt=params.cache_salt,
+        )
+        ids = [self._begun(prompt, "prompts") for prompt in self._encode(prompts)]
+        for at, prompt in enumerate(ids):
+            what = f"prompt {at}"
+            output_tokens(self.info, len(prompt), params.max_tokens, "prompts", what=what)
+        searches = [BeamSearch(prompt, rules, params.max_tokens, stops) for prompt in ids]
+        while open_ones := [search for search in searches if not search.done]:
+            asked = [prompt for search in open_ones for prompt in search.prompts]
+            said = iter([_report(one) for one in self.generate(asked, step, progress=False)])
+            for search in open_ones:
+                search.feed([next(said) for _ in search.prompts])
+        return [
+            self._beam(at, index, ids[at], beam, params, shape)
+            for at, search in enumerate(searches)
+            for index, beam in enumerate(search.best(params.n or params.beam_width))
+        ]
+
+    def _beam(
+        self,
+        at: int,
+        index: int,
+        prompt: list[int],
+        beam: Beam,
+        params: BeamParams,
+        shape: SamplingParams,
+    ) -> Completion:
+        choice = self._choice(at, index, prompt, shape)
+        heard = choice.text.hear(beam.tokens, End(0, 0, beam.reason, beam.stop_id))
+        made = choice.completion
+        made.text, made.token_ids, made.finish_reason = heard.text, beam.tokens, beam.reason
+        made.cumulative_logprob = beam.total
+        if (count := params.logprobs) is not None:
+            made.logprobs = [
+                Logprobs(one.logprob, one.rank, one.top_ids[:count], one.top[:count])
+                for one in beam.said
+            ]
+        return made
 
     def close(self) -> None:
         """Free the model. The object is of no more use."""
@@ -220,7 +247,7 @@ class LLM:
 
     def _prepare(
         self, prompts: list[list[int]], params: Params, default_tokens: int | None, param: str
-    ) -> list[_Job]:
+    ) -> list[Job]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
         if len(each) != len(prompts):
             raise InvalidRequest(
@@ -235,10 +262,8 @@ class LLM:
 
     def _job(
         self, at: int, prompt: list[int], params: SamplingParams, default: int | None, param: str
-    ) -> _Job:
-        if not prompt and self._tokenizer.bos_id is None:
-            raise InvalidRequest("the prompt is empty and the model has no BOS", param=param)
-        prompt = prompt or [cast(int, self._tokenizer.bos_id)]
+    ) -> Job:
+        prompt = self._begun(prompt, param)
         self._check(params)
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -254,17 +279,22 @@ class LLM:
                 what=f"prompt {at}",
                 min_tokens=params.min_tokens,
             ),
-            sampling=self._sampler.sampling(
-                params, self.info.vocab_size, sorted(stop_ids), self._seeds.getrandbits(64)
+            sampling=msgspec.structs.replace(
+                self._sampler.sampling(
+                    params, self.info.vocab_size, sorted(stop_ids), self._seeds.getrandbits(64)
+                ),
+                logprobs=_reports(params),
             ),
             stop_ids=sorted(stop_ids),
-            n=params.n,
+            n=params.width,
             priority=params.priority,
             cache_salt=params.cache_salt,
             arrived_s=time.monotonic(),
             grammar=self._grammar(params),
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
-        return _Job(submit, [self._choice(at, index, prompt, params) for index in range(params.n)])
+        choices = [self._choice(at, index, prompt, params) for index in range(params.width)]
+        return Job(submit, choices, params)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None:
@@ -275,7 +305,13 @@ class LLM:
             self._checker.submit(grammar, "structured_outputs").result()
         return grammar
 
-    def _choice(self, at: int, index: int, prompt: list[int], params: SamplingParams) -> _Choice:
+    def _begun(self, prompt: list[int], param: str) -> list[int]:
+        """The prompt, or BOS where it is empty."""
+        if not prompt and self._tokenizer.bos_id is None:
+            raise InvalidRequest("the prompt is empty and the model has no BOS", param=param)
+        return prompt or [cast(int, self._tokenizer.bos_id)]
+
+    def _choice(self, at: int, index: int, prompt: list[int], params: SamplingParams) -> Choice:
         text = ChoiceText(
             self._tokenizer,
             params.stops,
@@ -284,15 +320,16 @@ class LLM:
             prompt_tail=prompt[-8:],
             min_tokens=params.min_tokens or 0,
         )
-        return _Choice(Completion(prompt_index=at, index=index, prompt_token_ids=prompt), text)
+        return Choice(Completion(prompt_index=at, index=index, prompt_token_ids=prompt), text)
 
     def _check(self, params: SamplingParams) -> None:
         if params.stops:
             self._tokenizer.need_text("stop")
-        if params.n > self.info.max_num_seqs:
-            raise InvalidRequest(
-                f"n = {params.n} is over max_num_seqs = {self.info.max_num_seqs}", param="n"
-            )
+        for name, many in (("n", params.n), ("best_of", params.width)):
+            if many > self.info.max_num_seqs:
+                raise InvalidRequest(
+                    f"{name} = {many} is over max_num_seqs = {self.info.max_num_seqs}", param=name
+                )
         if params.priority and self.settings.scheduling_policy != "priority":
             raise InvalidRequest(
                 "priority needs LLM(..., scheduling_policy='priority')", param="priority"
@@ -306,15 +343,15 @@ class LLM:
 
     # ------------------------------------------------------------ running them
 
-    def _run(self, jobs: list[_Job], progress: bool | None) -> list[Completion]:
+    def _run(self, jobs: list[Job], progress: bool | None) -> list[Completion]:
         shown = sys.stderr.isatty() if progress is None else progress
         with Bar(len(jobs), shown) as bar, self._feeding(jobs) as step:
             while not all(job.done for job in jobs):
                 step()
                 bar.show(sum(j.done is not None for j in jobs), sum(j.tokens for j in jobs))
-        return [choice.completion for job in jobs for choice in job.choices]
+        return [completion for job in jobs for completion in job.shown()]
 
-    def _pieces(self, job: _Job) -> Generator[str, None, None]:
+    def _pieces(self, job: Job) -> Generator[str, None, None]:
         with self._feeding([job]) as step:
             while job.done is None or job.fresh:
                 if job.fresh:
@@ -327,7 +364,7 @@ class LLM:
             raise by_code(job.done.error, job.done.message)
 
     @contextlib.contextmanager
-    def _feeding(self, jobs: list[_Job]) -> Iterator[Callable[[], None]]:
+    def _feeding(self, jobs: list[Job]) -> Iterator[Callable[[], None]]:
         """A step that submits as many of `jobs` as the engine takes and runs one turn.
 
         Leaving early aborts what was submitted and waits for its end.
@@ -354,7 +391,7 @@ class LLM:
             while any(job.submit.handle in self._live for job in mine):
                 self._turn()
 
-    def _turn(self) -> list[_Job]:
+    def _turn(self) -> list[Job]:
         """One turn of the loop, told to the jobs. Returns those refused for a full queue."""
         out = self._engine.turn().get(OWNER)
         if out is None:
@@ -363,11 +400,17 @@ class LLM:
         news: dict[tuple[int, int], list[int]] = {key: [] for key in ends}
         for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
             news.setdefault((handle, choice), []).append(token)
+        for piece in out.prompt_logprobs:
+            self._live[piece.handle].said += piece.entries
+        for handle, choice, one in zip(out.handles, out.choices, out.logprobs, strict=False):
+            at = self._live[handle].choices[choice]
+            if one is not None and not at.ended:
+                at.said.append(one)
         for (handle, choice), tokens in news.items():
             self._hear(self._live[handle], choice, tokens, ends.get((handle, choice)))
         return [job for done in out.dones if (job := self._settle(done))]
 
-    def _hear(self, job: _Job, choice: int, tokens: list[int], end: End | None) -> None:
+    def _hear(self, job: Job, choice: int, tokens: list[int], end: End | None) -> None:
         """A choice's new tokens. `end`: it ended in this turn, with the last of them."""
         at = job.choices[choice]
         job.tokens += len(tokens)
@@ -378,14 +421,14 @@ class LLM:
         if heard.finish is not None:
             at.ended = True
             at.completion.finish_reason = heard.finish
-            del at.completion.token_ids[at.text.n_tokens :]
+            at.conclude(job.params.logprobs is not None)
         if heard.overrun:
             self._engine.finish(OWNER, Finish(job.submit.handle, choice, at.text.n_tokens))
         at.completion.text += heard.text
         if choice == 0 and heard.text:
             job.fresh.append(heard.text)
 
-    def _settle(self, done: Done) -> _Job | None:
+    def _settle(self, done: Done) -> Job | None:
         """The request's one terminal message. Returns the job if it must be submitted again."""
         job = self._live.pop(done.handle)
         if done.error == "queue_full" and self._live:
@@ -393,10 +436,26 @@ class LLM:
         job.done = done
         for choice in job.choices:
             choice.completion.cached_tokens = done.cached_tokens
+            if job.submit.prompt_logprobs >= 0 and not done.error:
+                choice.completion.prompt_logprobs = job.said
             if done.error:
                 choice.completion.finish_reason = "error"
                 choice.completion.error = f"{done.error}: {done.message}"
         return None
+
+
+def _report(completion: Completion) -> Logprobs:
+    """Of the one token that a beam's step drew."""
+    if completion.error or not completion.logprobs:
+        raise RequestFailed(completion.error or "a step of the search drew nothing")
+    return completion.logprobs[0]
+
+
+def _reports(params: SamplingParams) -> int:
+    """As Sampling.logprobs; a choice among several needs its tokens' log-probabilities."""
+    if params.logprobs is not None:
+        return params.logprobs
+    return 0 if params.width > params.n else -1
 
 
 def _check_messages(conversation: Any) -> None:

@@ -37,17 +37,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
-    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "grammar"},
+    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},
+    "beams": {"messages"},
+    "completion": BASE | {"text", "params"},
     "progress": set(),
     "llm": BASE
-    | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws", "grammar"},
+    | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"}
+    | {"beams", "completion", "grammar"},
     "launch": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
-    "__init__": {"llm", "params", "grammar"},
+    "__init__": {"llm", "params", "completion", "grammar"},
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
 NO_TORCH = {"api", "grammar", "text", "engine", "kv", "sources", "observe", "messages", "errors"}

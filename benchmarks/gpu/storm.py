@@ -40,7 +40,9 @@ class Steps:
         self.seen[-(-sum(plan.counts) // 128) * 128].append((predicted_s, result.busy_s))
 
     def show(self) -> None:
-        """The table."""
+        """What was measured at the start, and the table."""
+        sizes = zip(self._cost.sizes, self._cost.size_s, strict=True)
+        print("at the start:", *(f"{n}: {s * 1e3:.1f} ms" for n, s in sizes))
         print(" tokens  steps   predicted ms   measured ms   largest   largest excess")
         for tokens, times in sorted(self.seen.items()):
             n = len(times)

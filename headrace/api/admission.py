@@ -20,6 +20,9 @@ def admit(service: Service, request: Generation) -> EngineInfo:
     most = min(MAX_N, info.max_num_seqs)
     if (request.n or 1) > most:
         raise InvalidRequest(f"n = {request.n} is over {most}", param="n")
+    if request.width > most:
+        param = "beam_width" if request.use_beam_search else "best_of"
+        raise InvalidRequest(f"{param} = {request.width} is over {most}", param=param)
     if request.priority and service.settings.scheduling_policy != "priority":
         raise InvalidRequest(
             "priority other than 0 needs a server with --scheduling-policy priority",

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
+from headrace.api.logprobs import Entry
 from headrace.api.prepare import Prepared
 from headrace.api.service import Service
 from headrace.engine.client import Delta, TokenStream
 from headrace.errors import RequestFailed
+from headrace.messages import Logprobs
 from headrace.text.choice import ChoiceText
+from headrace.text.trace import Span
 
 FinishReason = Literal["stop", "length"]
 
 
 class Choice:
-    """One choice: its text machine (which counts its tokens), and how it ended."""
+    """One choice: its text machine (which counts its tokens), and how it ended.
 
-    __slots__ = ("finish", "index", "stop_reason", "text")
+    entries: what is said of its tokens, since they were last taken; where that is asked for.
+    """
+
+    __slots__ = ("_said", "entries", "finish", "index", "score", "stop_reason", "text")
 
     def __init__(self, index: int, text: ChoiceText) -> None:
         self.index = index
         self.text = text
+        self.entries: list[Entry] = []
+        self.score = 0.0  # sum of the log-probabilities of all tokens so far
+        self._said: deque[Logprobs] = deque()  # of tokens whose text is held back
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None  # the stop string or stop_token_ids entry
 
     @property
     def ended(self) -> bool:
         return self.finish is not None
+
+    def note(self, said: list[Logprobs], spans: Iterable[Span]) -> None:
+        """Reports as they came, and the tokens that leave now."""
+        waiting = self._said
+        waiting.extend(said)
+        for span in spans:
+            one = waiting.popleft() if waiting else None
+            self.entries.append(Entry(span, one))
+            self.score += one.logprob if one else 0.0
+
+    def take(self) -> list[Entry]:
+        """The entries since the last take."""
+        taken, self.entries = self.entries, []
+        return taken
 
 
 class Answer:
@@ -37,21 +62,23 @@ class Answer:
     def __init__(self, service: Service, prepared: Prepared, stream: TokenStream) -> None:
         self.stream = stream
         self.prepared = prepared
+        self.traced = prepared.shown.tokens or prepared.drawn > prepared.n
         self._eos_ids = frozenset(service.eos_ids)
         self.choices = [
             Choice(
-                position * prepared.n + sample,
+                position * prepared.drawn + sample,
                 ChoiceText(
                     service.tokenizer,
                     prepared.stops,
                     prepared.skip_special,
                     prepared.include_stop,
                     prompt_tail=job.prompt[-8:],
+                    traced=self.traced,
                     min_tokens=prepared.min_tokens,
                 ),
             )
             for position, job in enumerate(prepared.jobs)
-            for sample in range(prepared.n)
+            for sample in range(prepared.drawn)
         ]
 
     def feed(self, delta: Delta) -> str:
@@ -60,6 +87,11 @@ class Answer:
         if choice.ended:  # the overrun of a stop string
             return ""
         heard = choice.text.hear(delta.tokens, delta.end)
+        if self.prepared.echo_only:
+            choice.finish = "length" if heard.finish in ("stop", "length") else None
+            return ""
+        if self.traced:
+            choice.note(delta.logprobs, heard.spans)
         if heard.overrun:
             self.stream.finish(choice.index, choice.text.n_tokens)
         if heard.finish in ("stop", "length"):  # else the Done's error, or `check`, says so
@@ -79,6 +111,40 @@ class Answer:
         self.check()
         return ["".join(text) for text in texts]
 
+    def best(self, texts: list[str]) -> list[tuple[Choice, str]]:
+        """The choices that are shown, with their texts, numbered anew.
+
+        Of more than n drawn ones, those with the highest log-probability a token, best first.
+        """
+        n, drawn = self.prepared.n, self.prepared.drawn
+        pairs = list(zip(self.choices, texts, strict=True))
+        if drawn == n:
+            return pairs
+        out: list[tuple[Choice, str]] = []
+        for at in range(0, len(pairs), drawn):
+            ranked = sorted(pairs[at : at + drawn], key=lambda pair: -_mean(pair[0]))
+            out += ranked[:n]
+        for index, (choice, _) in enumerate(out):
+            choice.index = index
+        return out
+
+    def said_of_prompt(self, position: int) -> list[Logprobs]:
+        """Of the tokens of a prompt, from its second on. Call once a token has come."""
+        said = self.stream.prompt_logprobs.get(position, [])
+        assert len(said) == len(self.prepared.jobs[position].prompt) - 1, "a report is missing"
+        return said
+
+    def echo(self, position: int) -> str:
+        """The text before the answers to a prompt."""
+        return self.prepared.echo[position] if self.prepared.echo else ""
+
+    def echoed(self, position: int) -> list[Entry]:
+        """What is said of the tokens of an echoed prompt; [] where nothing is asked."""
+        if not self.prepared.shown.echo:
+            return []
+        said = [None, *self.said_of_prompt(position)]
+        return [Entry(*pair) for pair in zip(self.prepared.shown.echo[position], said, strict=True)]
+
     def check(self) -> None:
         """Call when the stream is done. Raises RequestFailed if a choice did not end properly."""
         if any(choice.finish is None for choice in self.choices):
@@ -96,12 +162,19 @@ class Answer:
         """OpenAI's usage: the same numbers whether streamed or not."""
         prompt_tokens = self.prepared.prompt_tokens
         output_tokens = sum(choice.text.n_tokens for choice in self.choices)
+        if self.prepared.echo_only:
+            output_tokens = 0
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.stream.cached_tokens},
         }
+
+
+def _mean(choice: Choice) -> float:
+    """Log-probability a token, all tokens that count."""
+    return choice.score / max(1, choice.text.n_tokens)
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from headrace.api.admission import admit
 from headrace.api.answer import Choice
 from headrace.api.body import read_body
 from headrace.api.generate import respond
+from headrace.api.logprobs import Entry, Reporter
 from headrace.api.prepare import prepare_chat
 from headrace.api.schemas import Chat, parse
 from headrace.api.service import service_of
@@ -24,6 +25,27 @@ class ChatChunks(Chunks):
     before = b'"delta":{"content":'
     after = b'},"logprobs":null,"finish_reason":null}'
     roles = True
+
+    @staticmethod
+    def delta(text: str) -> dict[str, Any]:
+        """New text."""
+        return {"delta": {"content": text}}
+
+    @staticmethod
+    def logprobs(
+        reporter: Reporter, entries: list[Entry], count: int, offset: int
+    ) -> dict[str, Any]:
+        """Of a choice, streamed or not."""
+        return reporter.chat(entries, count)
+
+    def opened(
+        self, index: int, echo: str, logprobs: dict[str, Any] | None, prompt: list[int]
+    ) -> bytes:
+        """The prompt's ids, in the first choice's chunk and beside it, as vLLM has them."""
+        if index:
+            return b""
+        rest = {**self.delta(""), "logprobs": None, "finish_reason": None, "token_ids": []}
+        return self.beside(self._open(index) + self._close(rest), "prompt_token_ids", prompt)
 
     def role(self, index: int) -> bytes:
         """The first chunk of a choice."""
@@ -42,12 +64,12 @@ class ChatChunks(Chunks):
         return self._open(index) + self._close(rest)
 
 
-def whole_choice(choice: Choice, text: str) -> dict[str, Any]:
+def whole_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     """One choice of a response that is not streamed."""
     return {
         "index": choice.index,
         "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": None,
+        "logprobs": logprobs,
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,
     }

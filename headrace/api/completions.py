@@ -11,6 +11,7 @@ from headrace.api.admission import admit
 from headrace.api.answer import Choice
 from headrace.api.body import read_body
 from headrace.api.generate import respond
+from headrace.api.logprobs import Entry, Reporter
 from headrace.api.prepare import prepare_completion
 from headrace.api.schemas import Completion, parse
 from headrace.api.service import service_of
@@ -24,18 +25,30 @@ class CompletionChunks(Chunks):
     before = b'"text":'
     after = b',"logprobs":null,"finish_reason":null}'
 
+    @staticmethod
+    def delta(text: str) -> dict[str, Any]:
+        """New text."""
+        return {"text": text}
+
+    @staticmethod
+    def logprobs(
+        reporter: Reporter, entries: list[Entry], count: int, offset: int
+    ) -> dict[str, Any]:
+        """Of a choice, streamed or not."""
+        return reporter.completion(entries, count, offset)
+
     def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
         """The last chunk of a choice."""
         rest = {"text": "", "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
         return self._open(index) + self._close(rest)
 
 
-def whole_choice(choice: Choice, text: str) -> dict[str, Any]:
+def whole_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     """One choice of a response that is not streamed."""
     return {
         "index": choice.index,
         "text": text,
-        "logprobs": None,
+        "logprobs": logprobs,
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -13,18 +14,22 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from headrace.api.answer import Answer, Choice, Reply
+from headrace.api.beams import BeamStream
 from headrace.api.exchange import exchange_of
+from headrace.api.logprobs import Reporter
 from headrace.api.prepare import Prepared
 from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import Chunks, EventStream, watch_client
+from headrace.engine.client import TokenStream
 from headrace.errors import ShuttingDown
 
 log = logging.getLogger("headrace.api")
 
 IGNORED = "x-headrace-ignored-fields"
 
-Whole = Callable[[Choice, str], dict[str, Any]]  # a choice of a response that is not streamed
+# A choice of a response that is not streamed: itself, its text, its logprobs.
+Whole = Callable[[Choice, str, dict[str, Any] | None], dict[str, Any]]
 
 
 async def respond(
@@ -53,10 +58,11 @@ async def respond(
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
     )
     headers = ignored(unknown)
-    tokens = service.client.submit(prepared.jobs, exchange.arrived_s)
+    tokens = start(service, prepared, exchange.arrived_s)
     answer = Answer(service, prepared, tokens)
+    reporter = Reporter(service.tokenizer, skip_special=prepared.skip_special)
     if body.stream:
-        events = chunks(reply, len(answer.choices))
+        events = chunks(reply, len(answer.choices), reporter, prepared.shown)
         return EventStream(answer, events, reply, exchange, service.metrics, headers)
     async with tokens, watch_client(request.receive, tokens):
         exchange.tokens = tokens
@@ -64,20 +70,65 @@ async def respond(
             texts = await answer.collect()
         finally:
             exchange.detail = answer.summary()
-    if prepared.echo:
-        texts = [prepared.echo[i // prepared.n] + text for i, text in enumerate(texts)]
     content = {
         "id": reply.id,
         "object": kind,
         "created": reply.created,
         "model": reply.model,
         "system_fingerprint": reply.system_fingerprint,
-        "choices": [
-            whole(choice, text) for choice, text in zip(answer.choices, texts, strict=True)
-        ],
+        **await whole_answer(answer, texts, reporter, chunks, whole),
         "usage": answer.usage(),
     }
     return Response(encode_json(content), headers=headers, media_type="application/json")
+
+
+def start(service: Service, prepared: Prepared, arrived_s: float) -> TokenStream:
+    """Submit, or begin a search."""
+    if prepared.beams is None:
+        return service.client.submit(prepared.jobs, arrived_s)
+    return BeamStream(service.client, prepared.jobs, prepared.beams, prepared.n, arrived_s)
+
+
+async def whole_answer(
+    answer: Answer, texts: list[str], reporter: Reporter, chunks: type[Chunks], whole: Whole
+) -> dict[str, Any]:
+    """The choices of a response that is not streamed, and what is said of its prompts.
+
+    vLLM puts the latter beside the choices of a chat, and into each choice of completions.
+    """
+    shown, prepared = answer.prepared.shown, answer.prepared
+    ids = [job.prompt for job in prepared.jobs]
+    beside: list[dict[str, Any]] = [{} for _ in ids]
+    if shown.prompt_top >= 0:
+        said = [answer.said_of_prompt(position) for position in range(len(ids))]
+        for prompt, table in zip(
+            beside, await reporter.prompts(ids, said, shown.prompt_top), strict=True
+        ):
+            prompt["prompt_logprobs"] = table
+    if shown.token_ids:
+        for prompt, known in zip(beside, ids, strict=True):
+            prompt["prompt_token_ids"] = known
+
+    def echoes() -> list[dict[str, Any]]:
+        """Each once, however many choices show it."""
+        places = range(len(shown.echo))
+        return [chunks.logprobs(reporter, answer.echoed(i), shown.top, 0) for i in places]
+
+    echoed = await asyncio.to_thread(echoes) if shown.echo else []
+    choices = []
+    for choice, text in answer.best(texts):
+        position = choice.index // prepared.n
+        echo, logprobs = answer.echo(position), None
+        if shown.top >= 0:
+            logprobs = chunks.logprobs(reporter, choice.entries, shown.top, len(echo))
+            if echoed:
+                before = echoed[position]
+                logprobs = {name: before[name] + values for name, values in logprobs.items()}
+        made = whole(choice, echo + text, logprobs)
+        if shown.token_ids:
+            made["token_ids"] = [span.token for span, _ in choice.entries]
+        choices.append(made if chunks.roles else made | beside[position])
+    return {"choices": choices, **(beside[0] if chunks.roles else {})}
 
 
 def ignored(unknown: Sequence[str]) -> dict[str, str]:

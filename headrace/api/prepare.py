@@ -21,9 +21,12 @@ from headrace.api.schemas import (
 from headrace.api.service import Service
 from headrace.api.structured import checked_grammar
 from headrace.asked import output_tokens
+from headrace.beams import BeamRules
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
 from headrace.messages import EngineInfo, Grammar
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.trace import Span, prompt_spans
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
 INLINE_BYTES = 2048  # longer bodies are rendered and tokenised in a thread
@@ -31,16 +34,39 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 T = TypeVar("T")
 
 
+class Shown(msgspec.Struct, frozen=True):
+    """What is shown beside the text of an answer."""
+
+    top: int = -1  # as Sampling.logprobs
+    prompt_top: int = -1  # vLLM's prompt_logprobs; -1 = none
+    token_ids: bool = False  # of prompts and answers
+    echo: list[list[Span]] = []  # by prompt: tokens of an echo with log-probabilities
+
+    @property
+    def tokens(self) -> bool:
+        """Something is said of single tokens of an answer."""
+        return self.token_ids or self.top >= 0
+
+
 class Prepared(msgspec.Struct, frozen=True):
-    """Everything the answer side needs. Choice index = prompt index * n + choice."""
+    """Everything the answer side needs. Choice index = prompt index * width + choice."""
 
     jobs: list[Job]  # one a prompt
-    n: int
+    n: int  # choices that are shown for each prompt
     stops: list[str]
     skip_special: bool
     include_stop: bool
     echo: list[str]  # text shown before each prompt's answer; [] = none
+    shown: Shown = Shown()
+    width: int = 0  # choices that are drawn, of which the n best are shown; 0 = n
+    echo_only: bool = False  # max_tokens = 0: the one token that an engine draws is not shown
+    beams: BeamRules | None = None  # how to search, instead of drawing
     min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
+
+    @property
+    def drawn(self) -> int:
+        """Choices of each prompt in the engine."""
+        return self.width or self.n
 
     @property
     def prompt_tokens(self) -> int:
@@ -59,7 +85,7 @@ async def prepare_chat(
     )
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
-    return _prepared(service, request, info, [ids], limit, "messages", [], grammar)
+    return _prepared(service, request, info, [ids], limit, "messages", grammar)
 
 
 async def prepare_completion(
@@ -68,39 +94,56 @@ async def prepare_completion(
     """One to MAX_PROMPTS prompts of text or ids. Raises InvalidRequest, ContextTooLong."""
     grammar = await checked_grammar(service, request)
     add_special = request.add_special_tokens is not False
-    n = request.n or 1
+    n = request.width
     tokenizer = service.tokenizer
     most = info.max_num_seqs // n + service.settings.max_queue  # more can never be taken at once
 
-    def encode() -> tuple[list[str | list[int]], list[list[int]]]:
+    def encode() -> tuple[list[list[int]], list[str], list[list[Span]]]:
         prompts = split_prompt(request.prompt, info.vocab_size)
         if len(prompts) * n > MAX_CHOICES or len(prompts) > most:
             raise InvalidRequest(
                 f"{len(prompts)} prompts with n = {n} are over {min(MAX_CHOICES // n, most)}",
                 param="prompt",
             )
-        return prompts, [
+        ids = [
             tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
-
-    prompts, ids = await _timed(service, body_bytes, encode)
-    for position, prompt in enumerate(ids):
-        if not prompt:
+        if not all(ids):
             if tokenizer.bos_id is None:
                 raise InvalidRequest(
                     "the prompt is empty and this model has no begin-of-text token to start from",
                     param="prompt",
                 )
-            ids[position] = [tokenizer.bos_id]
-    echo = []
-    if request.echo:
-        echo = [
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special=False)
-            for prompt in prompts
-        ]
-    limit = request.limit_tokens or COMPLETION_TOKENS
-    return _prepared(service, request, info, ids, limit, "prompt", echo, grammar)
+            ids = [prompt or [tokenizer.bos_id] for prompt in ids]
+        return ids, *_echo(tokenizer, request, prompts, ids)
+
+    ids, echo, spans = await _timed(service, body_bytes, encode)
+    limit = COMPLETION_TOKENS if request.limit_tokens is None else request.limit_tokens
+    return _prepared(service, request, info, ids, limit, "prompt", grammar, echo, spans)
+
+
+def _echo(
+    tokenizer: Tokenizer,
+    request: Completion,
+    prompts: list[str | list[int]],
+    ids: list[list[int]],
+) -> tuple[list[str], list[list[Span]]]:
+    """The echoed texts, and of what tokens they are if that is asked for; or nothing."""
+    if not request.echo:
+        return [], []
+    texts = [
+        prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special=False)
+        for prompt in prompts
+    ]
+    if request.top_count < 0:
+        return texts, []
+    traced = [
+        prompt_spans(tokenizer, known, prompt if isinstance(prompt, str) else None)
+        for prompt, known in zip(prompts, ids, strict=True)
+    ]
+    # A tokenizer that changes texts: what the tokens add up to is what was read.
+    return [text for _, text in traced], [spans for spans, _ in traced]
 
 
 def chat_ids(
@@ -210,28 +253,40 @@ def _prepared(
     prompts: list[list[int]],
     limit: int | None,
     param: str,
-    echo: list[str],
     grammar: Grammar | None,
+    echo: list[str] | None = None,
+    spans: list[list[Span]] | None = None,
 ) -> Prepared:
-    n = request.n or 1
+    shown = _shown(request, spans or [])
+    beams = _beams(request, grammar)
+    width = request.n or 1 if beams else request.width
+    ranked = width > (request.n or 1)
     stop_ids = list(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_ids = sorted({*stop_ids, *service.eos_ids})
-    sampling = service.sampler.sampling(request, info.vocab_size, stop_ids, 0)
+    sampling = msgspec.structs.replace(
+        service.sampler.sampling(request, info.vocab_size, stop_ids, 0),
+        logprobs=max(shown.top, 0 if ranked else -1),
+    )
     jobs = [
         Job(
             prompt=prompt,
             max_tokens=output_tokens(
-                info, len(prompt), limit, param, min_tokens=request.min_tokens
+                info,
+                len(prompt),
+                1 if limit == 0 else limit,
+                param,
+                min_tokens=request.min_tokens,
             ),
             sampling=sampling
             if request.seed is not None
             else msgspec.structs.replace(sampling, seed=service.draw_seed()),
             stop_ids=stop_ids,
-            n=n,
+            n=width,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             grammar=grammar,
+            prompt_logprobs=max(shown.prompt_top, shown.top if shown.echo else -1),
         )
         for prompt in prompts
     ]
@@ -240,12 +295,41 @@ def _prepared(
         service.tokenizer.need_text("stop")
     return Prepared(
         jobs=jobs,
-        n=n,
+        n=request.n or 1,
         stops=stops,
         skip_special=request.skip_special_tokens is not False,
         include_stop=bool(request.include_stop_str_in_output),
-        echo=echo,
+        echo=echo or [],
+        shown=shown,
+        width=width,
+        echo_only=limit == 0,
+        beams=beams,
         min_tokens=request.min_tokens or 0,
+    )
+
+
+def _shown(request: Generation, spans: list[list[Span]]) -> Shown:
+    return Shown(
+        top=request.top_count,
+        prompt_top=-1 if request.prompt_logprobs is None else request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        echo=spans,
+    )
+
+
+def _beams(request: Generation, grammar: Grammar | None) -> BeamRules | None:
+    """The search that is asked for. As OpenAI's ancestors had it, best_of is a width too."""
+    if not request.use_beam_search:
+        return None
+    if grammar is not None:
+        raise InvalidRequest(
+            "use_beam_search and structured output exclude each other", param="use_beam_search"
+        )
+    penalty, early = request.length_penalty, request.early_stopping
+    return BeamRules(
+        width=request.width,
+        length_penalty=1.0 if penalty is None else penalty,
+        early_stopping=False if early is None else early,
     )
 
 

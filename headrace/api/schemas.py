@@ -8,7 +8,7 @@ that asks for nothing. Unknown: accepted and named in a response header and the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,9 @@ MAX_STOPS = 16  # OpenAI allows 4
 MAX_STOP_CHARS = 1000  # of each; the time to prepare one grows with it
 MAX_STOP_IDS = 128
 MAX_SALT = 256  # characters
+MAX_LOGPROBS = 20  # OpenAI's limit of top_logprobs
+MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit of /v1/completions
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -44,7 +47,7 @@ class Generation(Draws, frozen=True, kw_only=True):
     model: str | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    best_of: Count | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
@@ -61,6 +64,23 @@ class Generation(Draws, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+    @property
+    def width(self) -> int:
+        """Choices (or beams) of each prompt in the engine; the n best of them are shown."""
+        beams = self.beam_width if self.use_beam_search else None
+        return beams or max(self.n or 1, self.best_of or 1)
+
+    @property
+    def top_count(self) -> int:
+        """How many of the most likely tokens to report beside each; -1 = report nothing."""
+        raise NotImplementedError
 
     @property
     def limit_tokens(self) -> int | None:
@@ -87,6 +107,12 @@ class Chat(Generation, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def top_count(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
 
     @property
     def limit_tokens(self) -> int | None:
@@ -105,6 +131,14 @@ class Completion(Generation, frozen=True, kw_only=True):
 
     prompt: str | list[Any]
     echo: bool | None = None
+    # 0: nothing is generated, the prompt is echoed or reported on
+    max_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | bool | None = None
+    top_logprobs: int | None = None  # a field of chat: only 0 is taken
+
+    @property
+    def top_count(self) -> int:
+        return -1 if self.logprobs is None or isinstance(self.logprobs, bool) else self.logprobs
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +164,8 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
 ACCEPTED = frozenset({
     "user", "metadata", "service_tier", "store", "parallel_tool_calls", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention",
+    # Tokens carry their own spaces, as in all tokenizers of this kind: neither value adds any.
+    "spaces_between_special_tokens",
 })  # fmt: skip
 
 # Field -> values that ask for nothing. Anything else is a 400.
@@ -138,9 +174,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
     "suffix": (None, ""),
     "audio": (None,),
     "modalities": (None, ["text"]),
@@ -148,14 +181,10 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "reasoning_effort": (None,),
     "verbosity": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1),
     "truncate_prompt_tokens": (None,),
     "documents": (None, []),
     "chat_template": (None,),
     "prompt_embeds": (None,),
-    "return_token_ids": (None, False),
-    "spaces_between_special_tokens": (None, True),
 }
 
 
@@ -187,9 +216,7 @@ def parse(kind: type[T], body: Mapping[str, Any]) -> tuple[T, list[str]]:
 
 def _check(request: Generation, body: Mapping[str, Any]) -> list[str]:
     """Rules between fields; returns unknown names inside stream_options."""
-    n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
-        raise InvalidRequest("best_of other than n is not supported yet", param="best_of")
+    _check_choices(request)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if "" in stops:
         raise InvalidRequest("stop holds an empty string", param="stop")
@@ -199,6 +226,78 @@ def _check(request: Generation, body: Mapping[str, Any]) -> list[str]:
         raise InvalidRequest("stream_options needs stream = true", param="stream_options")
     options = body.get("stream_options") or {}
     return [f"stream_options.{name}" for name in options if not hasattr(StreamOptions, name)]
+
+
+def _check_choices(request: Generation) -> None:
+    """How many choices, and what is said of their tokens."""
+    n, best_of = request.n or 1, request.best_of
+    if best_of is not None and best_of < n:
+        raise InvalidRequest(f"best_of = {best_of} is under n = {n}", param="best_of")
+    if request.stream and request.width > n and not request.use_beam_search:
+        raise InvalidRequest(
+            "best_of over n cannot be streamed: the best is known at the end", param="best_of"
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if isinstance(request, Chat):
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs = true", param="top_logprobs")
+    elif isinstance(request, Completion):
+        _check_completion(request)
+    _check_beams(request)
+
+
+def _check_completion(request: Completion) -> None:
+    """What /v1/completions says of tokens, and when it generates none."""
+    most = MAX_COMPLETION_LOGPROBS
+    if request.logprobs is True:
+        raise InvalidRequest(f"logprobs is a number from 0 to {most} here", param="logprobs")
+    if request.top_logprobs:
+        raise InvalidRequest(
+            f"top_logprobs is a field of chat: send logprobs = 0 to {most}", param="top_logprobs"
+        )
+    if request.max_tokens != 0:
+        return
+    if not request.echo and request.prompt_logprobs is None:
+        raise InvalidRequest(
+            "max_tokens = 0 needs echo or prompt_logprobs: nothing else is answered",
+            param="max_tokens",
+        )
+    if request.use_beam_search or request.width > (request.n or 1):
+        raise InvalidRequest("max_tokens = 0 leaves nothing to choose from", param="max_tokens")
+
+
+def _check_beams(request: Generation) -> None:
+    """Fields that beams do not know, and beams' own fields without them."""
+    if not request.use_beam_search:
+        for name, nothing in (
+            ("beam_width", None),
+            ("length_penalty", 1),
+            ("early_stopping", False),
+        ):
+            value = getattr(request, name)
+            if value is not None and not _same(value, nothing):
+                raise InvalidRequest(f"{name} needs use_beam_search = true", param=name)
+        return
+    width = request.width
+    if not (request.n or 1) <= width <= MAX_BEAMS:
+        raise InvalidRequest(
+            f"{width} beams: n = {request.n or 1} to {MAX_BEAMS} are possible", param="beam_width"
+        )
+    if request.beam_width and request.best_of and request.beam_width != request.best_of:
+        raise InvalidRequest("best_of and beam_width disagree: send one", param="best_of")
+    neutral: dict[str, tuple[Any, ...]] = {
+        "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "stop": ([],),
+        "repetition_penalty": (1,), "frequency_penalty": (0,), "presence_penalty": (0,),
+        "typical_p": (1,), "top_n_sigma": (0,), "min_tokens": (0,), "dry_multiplier": (0,),
+        "lz_penalty": (0,), "logit_bias": ({},), "allowed_token_ids": ([],),
+        "banned_token_ids": ([],), "bad_words": ([],), "response_format": ({"type": "text"},),
+        "structured_outputs": (), "stream": (False,),
+    }  # fmt: skip
+    for name, harmless in neutral.items():
+        value = getattr(request, name, None)
+        if value is not None and not any(_same(value, one) for one in harmless):
+            raise InvalidRequest(f"beams are searched without {name}", param=name)
 
 
 def _same(value: Any, harmless: Any) -> bool:

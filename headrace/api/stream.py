@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from headrace.api.answer import Answer, Reply
 from headrace.api.errors import CLIENT_GONE, ClientGone, as_ours, event_of
 from headrace.api.exchange import Exchange
+from headrace.api.logprobs import Entry, Reporter
+from headrace.api.prepare import Shown
 from headrace.engine.client import TokenStream
 from headrace.observe.metrics import ApiMetrics
 
@@ -44,7 +46,14 @@ class Chunks:
     after = b""
     roles = False  # each choice starts with a role chunk
 
-    def __init__(self, reply: Reply, n_choices: int) -> None:
+    def __init__(
+        self,
+        reply: Reply,
+        n_choices: int,
+        reporter: Reporter | None = None,
+        shown: Shown | None = None,
+    ) -> None:
+        self._reporter, self._shown = reporter, shown or Shown()
         head = _encode(
             {
                 "id": reply.id,
@@ -65,6 +74,48 @@ class Chunks:
         """New text of a choice."""
         return self._texts[index] + _encode(text) + self._text_end
 
+    def told(self, index: int, text: str, entries: list[Entry], offset: int) -> bytes:
+        """As `text`, with what is said of tokens. offset: characters of the choice so far that
+        `entries` do not count: its echo."""
+        rest: dict[str, Any] = {**self.delta(text), "logprobs": None, "finish_reason": None}
+        if self._shown.top >= 0:
+            assert self._reporter is not None, "nobody to write log-probabilities down"
+            rest["logprobs"] = self.logprobs(self._reporter, entries, self._shown.top, offset)
+        if self._shown.token_ids:
+            rest["token_ids"] = [span.token for span, _ in entries]
+        return self._open(index) + self._close(rest)
+
+    def echoed(self, entries: list[Entry]) -> dict[str, Any] | None:
+        """The `logprobs` of an echo; None where nothing is asked."""
+        if not entries:
+            return None
+        assert self._reporter is not None, "nobody to write log-probabilities down"
+        return self.logprobs(self._reporter, entries, self._shown.top, 0)
+
+    def opened(
+        self, index: int, echo: str, logprobs: dict[str, Any] | None, prompt: list[int]
+    ) -> bytes:
+        """What goes before a choice's own text: an echo, ids of the prompt; b"" if nothing."""
+        ids = self._shown.token_ids
+        if not (echo or ids):
+            return b""
+        rest: dict[str, Any] = {**self.delta(echo), "logprobs": logprobs, "finish_reason": None}
+        if ids:
+            rest |= {"token_ids": [], "prompt_token_ids": prompt}
+        return self._open(index) + self._close(rest)
+
+    @staticmethod
+    def delta(text: str) -> dict[str, Any]:
+        """The members of a choice that hold new text."""
+        raise NotImplementedError
+
+    @staticmethod
+    def logprobs(
+        reporter: Reporter, entries: list[Entry], count: int, offset: int
+    ) -> dict[str, Any]:
+        """The `logprobs` of a choice."""
+        raise NotImplementedError
+
     def role(self, index: int) -> bytes:
         """The first chunk of a choice, in protocols that have one."""
         raise NotImplementedError
@@ -81,6 +132,11 @@ class Chunks:
         """A chunk of ours with the counts so far instead of null."""
         assert chunk.endswith(self._tail), "a chunk made by this object"
         return chunk[: -len(self._tail)] + b',"usage":' + _encode(usage) + b"}\n\n"
+
+    def beside(self, chunk: bytes, name: str, value: Any) -> bytes:
+        """A chunk of ours with one more member beside its choices."""
+        member = b',"' + name.encode() + b'":' + _encode(value)
+        return chunk[: -len(self._tail)] + member + self._tail
 
     def _open(self, index: int) -> bytes:
         return self._head + b'{"index":%d,' % index
@@ -113,7 +169,8 @@ class EventStream:
             (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
         ]
         self._headers = [*HEADERS, *extra]
-        self._usage: dict[str, Any] = {}
+        opens = answer.prepared.echo or answer.prepared.shown.token_ids
+        self._unopened = set(range(len(answer.prepared.jobs))) if opens else set[int]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens = self._answer.stream
@@ -153,14 +210,15 @@ class EventStream:
         roles = b""
         if self._chunks.roles:
             roles = b"".join(self._chunks.role(c.index) for c in self._answer.choices)
-        echoes = self._answer.prepared.echo
-        n = self._answer.prepared.n
-        echo = b"".join(
-            self._chunks.text(position * n + sample, text)
-            for position, text in enumerate(echoes)
-            for sample in range(n)
-        )
-        return roles + echo + data
+        return roles + data
+
+    def _opening(self, position: int) -> bytes:
+        """What goes before the answers to a prompt, each once a choice."""
+        answer, n = self._answer, self._answer.prepared.n
+        logprobs = self._chunks.echoed(answer.echoed(position))
+        echo, prompt = answer.echo(position), answer.prepared.jobs[position].prompt
+        indices = range(position * n, position * n + n)
+        return b"".join(self._chunks.opened(i, echo, logprobs, prompt) for i in indices)
 
     async def _next(self) -> bytes:
         """Events for all that came; a comment after a nudge; empty when text is held back."""
@@ -176,8 +234,19 @@ class EventStream:
             choice = answer.choices[delta.index]
             if choice.ended:  # the overrun of a stop string
                 continue
+            if self._unopened and (position := delta.index // answer.prepared.n) in self._unopened:
+                self._unopened.remove(position)
+                if answer.prepared.shown.echo:  # of a long prompt, that takes a while
+                    out.append(await asyncio.to_thread(self._opening, position))
+                else:
+                    out.append(self._opening(position))
             text = answer.feed(delta)
-            if text:
+            if answer.traced:
+                entries = choice.take()
+                if text or entries:
+                    offset = len(answer.echo(delta.index // answer.prepared.n))
+                    out.append(self._counted(chunks.told(delta.index, text, entries, offset)))
+            elif text:
                 out.append(self._counted(chunks.text(delta.index, text)))
             if choice.finish is not None:
                 end = chunks.finish(delta.index, choice.finish, choice.stop_reason)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from headrace.engine.protocol import StepCost
 
+_GAIN = 1.02  # in tokens a second, for which a step is made smaller than it may be
 CRUMB_SHARE = 16  # less than one part in this many of a step is no beginning for a longer prompt
 
 
@@ -88,12 +89,14 @@ class CostBudget:
     many more as fill the last tile, as far as max_tokens allows. No prompt starves, however many
     decode and however long their contexts are; the target gives way, not the prompt.
 
-    Tiles: tokens are paid in whole tiles, so a chunk that must be cut is cut where a tile is full.
+    Tiles: tokens are paid in whole tiles, so a chunk that must be cut is cut where a tile is full;
+    and of the sizes that were measured, at the one that gets most prompt tokens done in a second.
     """
 
     def __init__(self, cost: StepCost, max_tokens: int, target_s: float) -> None:
         self._cost, self._max_tokens, self._target_s = cost, max_tokens, target_s
         self._tokens = 0  # of the step so far
+        self._prompt_tokens = 0  # of these
         self._pairs = 0.0  # as StepCost.seconds has them
         self._reads = 0
         self._sure_tokens = 0  # of the step: up to here no prediction is asked
@@ -104,7 +107,7 @@ class CostBudget:
     def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """See `Budget`."""
         tile = self._cost.tile
-        self._tokens = len(decodes)
+        self._tokens, self._prompt_tokens = len(decodes), 0
         self._pairs = 0.0
         self._reads = sum(decodes) + len(decodes)  # position p reads p + 1 tokens
         least = -(-(len(decodes) + tile) // tile) * tile
@@ -126,6 +129,7 @@ class CostBudget:
         if count < most:
             count = max(count, self._fitting(start, most, wanted))
         self._tokens += count
+        self._prompt_tokens += count
         self._pairs += count * (start + count / 2)
         self.open = count == wanted and self._tokens < self._max_tokens
         return count
@@ -141,4 +145,11 @@ class CostBudget:
         if count == wanted:
             return count
         whole = (self._tokens + count) // self._cost.tile * self._cost.tile - self._tokens
-        return count if whole < 0 else whole  # below 0: the tile is paid for already
+        largest = count if whole < 0 else whole  # below 0: the tile is paid for already
+        smaller = [size - self._tokens for size in self._cost.sizes if size - self._tokens > 0]
+        rates = {n: (self._prompt_tokens + n) / seconds(n) for n in smaller if n < largest}
+        best = max(rates, key=rates.__getitem__, default=largest)
+        worth = best != largest and rates[best] > _GAIN * (
+            (self._prompt_tokens + largest) / seconds(largest)
+        )
+        return best if worth else largest

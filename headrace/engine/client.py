@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ from headrace.messages import (
     EngineInfo,
     Finish,
     Grammar,
+    Logprobs,
     Pulse,
     Sampling,
     Submit,
@@ -47,6 +48,8 @@ FRESH_S = 3.0  # a pulse older than this makes /health and /ready fail
 BURST = 64  # engine messages handled before other tasks get the loop
 BACKLOG_TOKENS = 65_536  # tokens a stream may hold that nobody takes
 
+_NONE: Iterable[None] = itertools.repeat(None)  # never ends: no token has a report
+
 State = Literal["loading", "ready", "late", "dead"]
 
 
@@ -62,14 +65,19 @@ class Job(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     adapter: str = ""
     grammar: Grammar | None = None
+    prompt_logprobs: int = -1
 
 
 class Delta(msgspec.Struct):
-    """What one choice got since the last take. `index` = prompt index * n + choice."""
+    """What one choice got since the last take. `index` = prompt index * n + choice.
+
+    logprobs: one for each of `tokens`; [] where the choice asked for none.
+    """
 
     index: int
     tokens: list[int]
     end: End | None = None
+    logprobs: list[Logprobs] = []
 
 
 class TokenStream:
@@ -85,7 +93,6 @@ class TokenStream:
         "_error",
         "_handles",
         "_live",
-        "_n",
         "_nudged",
         "_waiter",
         "arrived_s",
@@ -93,11 +100,13 @@ class TokenStream:
         "closed",
         "first_token_s",
         "last_token_s",
+        "n",
+        "prompt_logprobs",
     )
 
     def __init__(self, client: EngineClient, n: int, arrived_s: float) -> None:
         self._client = client
-        self._n = n
+        self.n = n
         self._handles: list[int] = []  # by prompt index
         self._live = 0  # handles whose Done has not come
         self._deltas: dict[int, Delta] = {}
@@ -110,6 +119,8 @@ class TokenStream:
         self.first_token_s = 0.0  # time.monotonic(); 0 = none yet
         self.last_token_s = 0.0
         self.cached_tokens = 0
+        # prompt index -> of its tokens 1, 2, ... as far as they came; complete before any token
+        self.prompt_logprobs: dict[int, list[Logprobs]] = {}
 
     @property
     def done(self) -> bool:
@@ -144,7 +155,7 @@ class TokenStream:
 
     def finish(self, index: int, n_tokens: int) -> None:
         """The text of choice `index` matched a stop string after its first `n_tokens` tokens."""
-        prompt, choice = divmod(index, self._n)
+        prompt, choice = divmod(index, self.n)
         self._client.send_finish(self._handles[prompt], choice, n_tokens)
 
     def abort(self) -> None:
@@ -187,6 +198,14 @@ class TokenStream:
         self._backlog += 1
         if self._backlog > BACKLOG_TOKENS:
             self.fail(RequestFailed(f"nobody took {BACKLOG_TOKENS} tokens: the client is too slow"))
+
+    def push_logprobs(self, index: int, entry: Logprobs) -> None:
+        """Of the token pushed last."""
+        if (delta := self._deltas.get(index)) is not None:  # else the backlog was dropped
+            delta.logprobs.append(entry)
+
+    def push_prompt(self, prompt: int, entries: list[Logprobs]) -> None:
+        self.prompt_logprobs.setdefault(prompt, []).extend(entries)
 
     def push_end(self, index: int, end: End) -> None:
         self._deltas.setdefault(index, Delta(index, [])).end = end
@@ -324,6 +343,7 @@ class EngineClient:
                 adapter=job.adapter,
                 arrived_s=arrived_s,
                 grammar=job.grammar,
+                prompt_logprobs=job.prompt_logprobs,
             )
             if not self._send(submit):
                 stream.abort()
@@ -370,11 +390,19 @@ class EngineClient:
         now_s = time.monotonic()
         touched: set[TokenStream] = set()
         routes = self._routes
-        for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
+        for piece in out.prompt_logprobs:
+            route = routes.get(piece.handle)
+            if route is not None and not route[0].closed:
+                route[0].push_prompt(route[1] // route[0].n, piece.entries)
+        reports = out.logprobs or _NONE
+        columns = zip(out.handles, out.choices, out.tokens, reports, strict=False)
+        for handle, choice, token, entry in columns:
             route = routes.get(handle)
             if route is not None and not route[0].closed:
                 stream = route[0]
                 stream.push(route[1] + choice, token)
+                if entry is not None:
+                    stream.push_logprobs(route[1] + choice, entry)
                 if not stream.first_token_s:
                     stream.first_token_s = now_s
                 stream.last_token_s = now_s

@@ -42,6 +42,7 @@ class Draft:
         "_ids",
         "_outputs",
         "_prefills",
+        "_prompts",
         "_unwritten",
         "decoders",
         "joins",
@@ -66,6 +67,7 @@ class Draft:
         self._unwritten: list[int] = []
         self._draw_from: list[int] = []
         self._draw_into: list[int] = []
+        self._prompts: list[tuple[int, int, int]] = []
 
     def join(self, sequence: Sequence) -> None:
         """The sequence takes its device row."""
@@ -100,14 +102,27 @@ class Draft:
     def chunk(self, sequence: Sequence, count: int, *, unwritten: bool, samples: bool) -> None:
         """`count` known tokens of `sequence` from its `planned` on."""
         start = sequence.planned
+        output = Output.SAMPLE if samples else Output.NONE
+        if sequence.unscored:
+            output = self._score(sequence, start + count, output)
         if unwritten:
             self._unwritten.append(len(self.rows))
         self.rows.append(sequence.row)
         self.starts.append(start)
         self._counts.append(count)
         self._ids.append(sequence.tokens[start : start + count])
-        self._outputs.append(Output.SAMPLE if samples else Output.NONE)
+        self._outputs.append(output)
         self._prefills.append(sequence)
+
+    def _score(self, sequence: Sequence, end: int, output: int) -> int:
+        """The row added next reports what its prompt tokens are given, if that is news."""
+        prompt = sequence.request.submit.prompt
+        if min(end, len(prompt) - 1) <= sequence.scored:
+            return output  # computed again after a preemption
+        after = prompt[end] if end < len(prompt) else -1
+        top = sequence.request.submit.prompt_logprobs
+        self._prompts.append((len(self.rows), top, after))
+        return Output.PROMPT_LOGPROBS
 
     def draw(self, sequences: list[Sequence]) -> None:
         """One draw for each, from the forward row added last."""
@@ -132,5 +147,6 @@ class Draft:
             self._unwritten,
             self._draw_from,
             self._draw_into,
+            prompts=self._prompts,
         )
         return Flight(plan, self.decoders, self._prefills, self._drawers)

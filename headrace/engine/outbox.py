@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.messages import TokenOut
+from headrace.messages import Logprobs, TokenOut
 
 
 class Outbox:
@@ -20,8 +20,14 @@ class Outbox:
         """The message for `owner`, to be appended to."""
         out = self._open.get(owner)
         if out is None:
-            out = self._open[owner] = TokenOut([], [], [], [], [])
+            out = self._open[owner] = TokenOut([], [], [], [], [], [], [])
         return out
+
+    @staticmethod
+    def note(out: TokenOut, entry: Logprobs) -> None:
+        """What is said of the token appended last."""
+        out.logprobs += [None] * (len(out.tokens) - 1 - len(out.logprobs))
+        out.logprobs.append(entry)
 
     def discard(self, owner: int) -> None:
         """The owner is gone."""
@@ -30,4 +36,7 @@ class Outbox:
     def take(self) -> dict[int, TokenOut]:
         """Everything so far; starts afresh."""
         taken, self._open = self._open, {}
+        for out in taken.values():
+            if out.logprobs:
+                out.logprobs += [None] * (len(out.tokens) - len(out.logprobs))
         return taken

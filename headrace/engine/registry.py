@@ -6,6 +6,9 @@ submitted again while it lives is refused with a Done of its own; the live reque
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
+
 from headrace.config import Settings
 from headrace.engine.compiling import Compiling
 from headrace.engine.draft import Flight
@@ -16,7 +19,17 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.stats import Tally
 from headrace.errors import ContextTooLong, HeadraceError, InvalidRequest, QueueFull
 from headrace.kv.cache import KVCache
-from headrace.messages import Done, End, Reason, StepResult, Submit
+from headrace.messages import (
+    Done,
+    End,
+    Logprobs,
+    PromptLogprobs,
+    Reason,
+    StepResult,
+    Submit,
+)
+
+_NONE: Iterable[None] = repeat(None)  # never ends: the report column of a step that has none
 
 
 class Registry:
@@ -162,7 +175,11 @@ class Registry:
         decodes = len(flight.decoders)
         if result.failed or (tokens and min(tokens) < 0):
             self._fail_draws(flight, result)
-        self._apply_decodes(flight, tokens, now)
+        reports = result.logprobs or _NONE
+        assert not result.logprobs or len(result.logprobs) == len(tokens), "one report a draw"
+        if plan.prompts:
+            self._pass_prompts(flight, result)
+        self._apply_decodes(flight, tokens, reports, now)
         counts, starts = plan.counts, plan.starts
         for i, sequence in enumerate(flight.prefills, decodes):
             if sequence.row != NO_ROW:
@@ -170,14 +187,35 @@ class Registry:
                 self._kv.commit(sequence.table, sequence.tokens, sequence.computed)
         for j, sequence in enumerate(flight.drawers, decodes):
             if not sequence.ended:
-                self._first_draw(sequence, tokens[j], now)
+                entry = result.logprobs[j] if result.logprobs else None
+                self._first_draw(sequence, tokens[j], entry, now)
 
-    def _apply_decodes(self, flight: Flight, tokens: list[int], now: float) -> None:
+    def _pass_prompts(self, flight: Flight, result: StepResult) -> None:
+        """Log-probabilities of prompt tokens, each sent once whatever was computed twice."""
+        plan, decodes = flight.plan, len(flight.decoders)
+        for (row, _, _), entries in zip(plan.prompts, result.prompt_logprobs, strict=True):
+            sequence, first = flight.prefills[row - decodes], plan.starts[row] + 1
+            if sequence.ended:
+                continue
+            known = max(0, sequence.scored + 1 - first)
+            sequence.scored = first + len(entries) - 1
+            out = self.outbox.of(sequence.owner)
+            out.prompt_logprobs.append(
+                PromptLogprobs(sequence.handle, first + known, entries[known:])
+            )
+
+    def _apply_decodes(
+        self,
+        flight: Flight,
+        tokens: list[int],
+        reports: Iterable[Logprobs | None],
+        now: float,
+    ) -> None:
         """The hot loop: one token for each decoding sequence."""
         kv, outbox = self._kv, self.outbox
         block_size, owner, sent = kv.block_size, None, 0
-        for sequence, start, token in zip(
-            flight.decoders, flight.plan.starts, tokens, strict=False
+        for sequence, start, token, entry in zip(
+            flight.decoders, flight.plan.starts, tokens, reports, strict=False
         ):
             if sequence.ended:
                 continue  # a token past the end: its KV was never published
@@ -195,6 +233,8 @@ class Registry:
             handles.append(sequence.handle)
             choices.append(sequence.choice)
             texts.append(token)
+            if entry is not None:
+                outbox.note(out, entry)
             sent += 1
             sequence.request.last_token_s = now
             known.append(token)
@@ -206,7 +246,9 @@ class Registry:
                 self._end(sequence, "length")
         self._tally.generation_tokens += sent
 
-    def _first_draw(self, sequence: Sequence, token: int, now: float) -> None:
+    def _first_draw(
+        self, sequence: Sequence, token: int, entry: Logprobs | None, now: float
+    ) -> None:
         """The token that completed a prompt, or what was known at a resumption."""
         request = sequence.request
         if request.first_token_s < 0:
@@ -218,6 +260,8 @@ class Registry:
         out.handles.append(sequence.handle)
         out.choices.append(sequence.choice)
         out.tokens.append(token)
+        if entry is not None:
+            self.outbox.note(out, entry)
         self._tally.generation_tokens += 1
         request.last_token_s = now
         sequence.tokens.append(token)

@@ -15,6 +15,7 @@ draw in flight for a position that is known by then is dropped.
             at or after it was drawn into its row
   room      the token at this position needs another look at memory (or is the last one)
   limit     prompt + max_tokens
+  scored    newest prompt token whose log-probability was passed on (0: none; token 0 has none)
   settled   newest step that may still hold a draw of it when it lost its row: until that step has
             finished, `tokens` is not all that was drawn, and it cannot be admitted again
 
@@ -54,6 +55,7 @@ class Sequence:
         "request",
         "room",
         "row",
+        "scored",
         "settled",
         "spare_rows",
         "stop_ids",
@@ -77,6 +79,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.cached = self.planned = self.computed = self.room = 0
         self.base = len(tokens)
+        self.scored = 0
         self.settled = 0
         self.peak = 0  # the most it had planned when it was preempted
         self.row = NO_ROW
@@ -90,6 +93,16 @@ class Sequence:
     def drained(self) -> bool:
         """Its last draw is in flight: nothing is left to plan."""
         return self.planned >= self.limit - 1
+
+    @property
+    def unscored(self) -> bool:
+        """Log-probabilities of its prompt are asked for and not all passed on: they need the whole
+        prompt computed, so no cache is read."""
+        return (
+            self.request.submit.prompt_logprobs >= 0
+            and self.choice == 0
+            and self.scored < self.prompt_tokens - 1
+        )
 
     @property
     def generated(self) -> int:

@@ -225,8 +225,13 @@ class Scheduler:
     def _fits(self, sequence: Sequence, free_blocks: int) -> bool:
         if len(self._free_rows) < sequence.request.rows:
             return False
-        need = self.kv.probe(sequence.table, sequence.tokens, len(sequence.tokens))
+        need = self._need(sequence)
         return need <= free_blocks - self._spare(sequence)
+
+    def _need(self, sequence: Sequence) -> int:
+        """Free blocks that its admission takes."""
+        cached = () if sequence.unscored else sequence.tokens
+        return self.kv.probe(sequence.table, cached, len(sequence.tokens))
 
     def _spare(self, candidate: Sequence) -> int:
         """Blocks that an admission leaves free; none when it would run alone."""
@@ -254,7 +259,7 @@ class Scheduler:
         if self._aged_last:
             sequence.key = promoted(sequence.key)
         known = len(sequence.tokens)
-        sequence.cached = self.kv.match(sequence.table, sequence.tokens)
+        sequence.cached = 0 if sequence.unscored else self.kv.match(sequence.table, sequence.tokens)
         grant = self.kv.reserve(sequence.table, known, sequence.cached)
         assert grant is not None, "blocks that were probed are gone"
         sequence.base = sequence.room = known
@@ -287,7 +292,7 @@ class Scheduler:
         worse = [s for s in self.running if may_preempt(head.key, s.key)]
         rows = len(self._free_rows) + sum(1 + len(s.spare_rows) for s in worse)
         blocks = sum(len(s.table.blocks) for s in worse) + self.kv.free_blocks
-        need = self.kv.probe(head.table, head.tokens, len(head.tokens))
+        need = self._need(head)
         if rows < head.request.rows or blocks + self.kv.limbo_blocks < need:
             return  # it would not fit even then
         while worse and not self._fits(head, self.kv.free_blocks + self.kv.limbo_blocks):

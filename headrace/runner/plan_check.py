@@ -25,5 +25,8 @@ def check(plan: StepPlan, taken: Callable[[int], bool]) -> None:
     assert not plan.draw_at, "this runner draws from last positions"
     for i in plan.draw_from:
         assert plan.outputs[i] in _DRAWN, f"a draw from forward row {i}, which has no output"
-    for i, _, _ in plan.prompts:
-        assert plan.outputs[i] == Output.PROMPT_LOGPROBS, f"forward row {i} is no prompt"
+    for i, count, after in plan.prompts:
+        assert plan.outputs[i] == Output.PROMPT_LOGPROBS, f"forward row {i} reports no prompt"
+        assert plan.ids[i] is not None, f"forward row {i} reports a prompt but has no ids"
+        assert count >= 0, f"forward row {i}: {count} most likely tokens"
+        assert after >= -1, f"forward row {i}: id {after}"

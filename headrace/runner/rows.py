@@ -22,6 +22,7 @@ class Rows:
         self.tables = torch.zeros((max_rows, width), dtype=torch.int64)
         self.last = torch.zeros(max_rows, dtype=torch.int64)
         self.columns = Columns.empty(max_rows)
+        self.reports = [-1] * max_rows  # Sampling.logprobs of each row
         self._taken = [False] * max_rows
         self._shapers: dict[int, Shaper] = {}
 
@@ -39,6 +40,7 @@ class Rows:
         self._taken[join.row] = True
         self._put(join.row, 0, join.tables[0])
         self.columns.set(join.row, join.sampling, join.choice)
+        self.reports[join.row] = join.sampling.logprobs
         if (shaper := Shaper.of(join)) is not None:
             self._shapers[join.row] = shaper
 

@@ -18,13 +18,14 @@ from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.engine.protocol import Capacity, Masks
 from headrace.errors import EngineError
-from headrace.messages import Output, StepPlan, StepResult
+from headrace.messages import Logprobs, Output, StepPlan, StepResult
 from headrace.runner.plan_check import check, sources_of
 from headrace.runner.rows import Rows
+from headrace.sampling.logprobs import report
 from headrace.sampling.pipeline import NO_TOKEN, sample
 from headrace.sampling.shaping import Bits
 
-_OFFERED = (Output.NONE, Output.SAMPLE)
+_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 _FAILED_TOKEN = -1
 T = TypeVar("T")
 
@@ -143,6 +144,7 @@ class TorchRunner:
             plan.counts,
             plan.unwritten,
             sources_of(plan),
+            whole=bool(plan.prompts),
         )
         return self._forward.logits(batch)
 
@@ -150,10 +152,21 @@ class TorchRunner:
     def draw(
         self, plan: StepPlan, logits: Tensor | None, busy_s: float, masks: Mapping[int, Bits]
     ) -> StepResult:
-        """On the worker: one token a draw, kept in the device rows and returned."""
-        if logits is None:
-            return StepResult(plan.step, [], [], busy_s)
+        """On the worker: one token a draw, kept in the device rows and returned; then what prompts
+        are asked, which may overwrite the logits."""
         began_s = time.perf_counter()
+        tokens: list[int] = []
+        failed: list[tuple[int, str]] = []
+        logprobs: list[Logprobs | None] = []
+        if logits is not None:
+            tokens, failed, logprobs = self._draw(plan, logits, masks)
+        prompts = [self._prompt(plan, row, count, after) for row, count, after in plan.prompts]
+        busy_s += time.perf_counter() - began_s
+        return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts)
+
+    def _draw(
+        self, plan: StepPlan, logits: Tensor, masks: Mapping[int, Bits]
+    ) -> tuple[list[int], list[tuple[int, str]], list[Logprobs | None]]:
         peaks = self._forward.peaks(logits)
         best, finite = peaks.best, peaks.finite
         sources = {row: i for i, row in enumerate(sources_of(plan))}
@@ -163,6 +176,8 @@ class TorchRunner:
         broken = [] if finite.all() else (~finite).nonzero()[:, 0].tolist()
         if broken:
             logits[broken] = 0.0  # drawn like any other row, then thrown away
+        asking = [j for j, row in enumerate(plan.draw_into) if self._rows.reports[row] >= 0]
+        raw = logits[asking] if asking else None  # a copy: stages overwrite the logits
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
         into = plan.draw_into
         columns, shapers = self._rows.draws(into, positions), self._rows.shapers(into)
@@ -173,5 +188,24 @@ class TorchRunner:
         for j in failed:
             tokens[j] = _FAILED_TOKEN
         self._rows.drew(into, positions, drawn.clamp(min=0))  # a step ahead may compute them
-        took_s = busy_s + time.perf_counter() - began_s
-        return StepResult(plan.step, tokens, sorted(failed.items()), took_s)
+        logprobs: list[Logprobs | None] = []
+        if raw is not None:
+            counts = [self._rows.reports[into[j]] for j in asking]
+            logprobs = [None] * len(tokens)
+            ids = drawn[asking].clamp(min=0).tolist()
+            for j, entry in zip(asking, report(raw, ids, counts), strict=True):
+                logprobs[j] = None if j in failed else entry
+        return tokens, sorted(failed.items()), logprobs
+
+    def _prompt(self, plan: StepPlan, row: int, count: int, after: int) -> list[Logprobs]:
+        """See `StepResult.prompt_logprobs`; the logits of a few tokens at a time."""
+        ids = plan.ids[row]
+        assert ids is not None, "prompts are known tokens"
+        targets = ids[1:] + ([after] if after >= 0 else [])
+        first, most = sum(plan.counts[:row]), self._forward.most_again
+        out: list[Logprobs] = []
+        for at in range(0, len(targets), most):
+            some = targets[at : at + most]
+            logits = self._forward.again(range(first + at, first + at + len(some)))
+            out += report(logits, some, [count] * len(some))
+        return out

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.messages import End, Reason
-from headrace.text.detokenizer import detokenizer
+from headrace.text.detokenizer import Detokenizer, detokenizer
 from headrace.text.stops import StopStrings
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.trace import Span, Trace
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -29,6 +30,7 @@ class Heard(msgspec.Struct, frozen=True):
     text: str
     finish: Reason | None = None
     overrun: bool = False
+    spans: Sequence[Span] = ()  # of tokens that are now out, where they are traced
 
 
 class ChoiceText:
@@ -41,6 +43,7 @@ class ChoiceText:
         include_stop: show the stop string, or the stop token's text, that ended the choice.
         prompt_tail: the prompt's ids, or the last eight; None: unknown, the text goes on from
             something (keeps a leading space that some tokenizers drop at the start of a text).
+        traced: keep account of each token's part in the text, for `Heard.spans`.
         min_tokens: a stop string that is complete before as many tokens is text like any other.
     """
 
@@ -52,11 +55,12 @@ class ChoiceText:
         include_stop: bool = False,
         *,
         prompt_tail: Sequence[int] | None = None,
+        traced: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._detokenizer = detokenizer(
-            tokenizer, skip_special=skip_special, prompt_tail=prompt_tail
-        )
+        plain = detokenizer(tokenizer, skip_special=skip_special, prompt_tail=prompt_tail)
+        self._trace = Trace(plain) if traced else None
+        self._detokenizer: Detokenizer | Trace = self._trace or plain
         self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -90,6 +94,13 @@ class ChoiceText:
 
         The last of `tokens` is the stop token if one ended it. Call no more after a `finish`.
         """
+        heard = self._hear(tokens, end)
+        if self._trace is None:
+            return heard
+        spans = self._trace.release(heard.text, last=heard.finish is not None)
+        return Heard(heard.text, heard.finish, heard.overrun, spans)
+
+    def _hear(self, tokens: Sequence[int], end: End | None) -> Heard:
         stop_id = end.stop_id if end is not None else -1
         piece = self.feed(tokens[:-1] if stop_id >= 0 else tokens)
         if piece.stop_at is not None:
@@ -119,6 +130,9 @@ class ChoiceText:
             return ""
         self.n_tokens += stop_id >= 0
         shown = self._detokenizer.feed(stop_id) if self._include_stop and stop_id >= 0 else ""
+        shown += self._detokenizer.flush()
+        if self._trace is not None and stop_id >= 0 and not self._include_stop:
+            self._trace.skip(stop_id)
         if self._stops is None:
-            return shown + self._detokenizer.flush()
-        return self._stops.feed(shown + self._detokenizer.flush()) + self._stops.flush()
+            return shown
+        return self._stops.feed(shown) + self._stops.flush()

@@ -29,6 +29,27 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """What was held back: U+FFFD for an unfinished character. Call once, at the end."""
 
+    # For who keeps account of tokens; see `text.trace`.
+
+    def feed_raw(self, token_id: int) -> tuple[str, bytes | None]:
+        """As `feed`, with the bytes that the token adds; None if it is not shown."""
+
+    @property
+    def first(self) -> bool:
+        """Nothing is before the next token, so it may lose a leading space."""
+
+    @property
+    def held(self) -> bytes:
+        """The bytes of an unfinished character, if `by_bytes`."""
+
+    @property
+    def holding(self) -> bool:
+        """Something is held back."""
+
+    @property
+    def by_bytes(self) -> bool:
+        """Tokens have bytes of their own. Else a token's bytes are the text that came with it."""
+
 
 def detokenizer(
     tokenizer: Tokenizer, *, skip_special: bool = True, prompt_tail: Sequence[int] | None = ()
@@ -82,6 +103,27 @@ class _TableDetokenizer:
         self._held = b""
         return text
 
+    by_bytes = True
+
+    def feed_raw(self, token_id: int) -> tuple[str, bytes | None]:
+        if token_id in self._hidden or not 0 <= token_id < self._size:
+            return "", None
+        first = self.first
+        raw = self._tokenizer.first_bytes(token_id) if first else self._table[token_id]
+        return self.feed(token_id), raw if self._table[token_id] else None
+
+    @property
+    def first(self) -> bool:
+        return not self._inside
+
+    @property
+    def held(self) -> bytes:
+        return self._held
+
+    @property
+    def holding(self) -> bool:
+        return bool(self._held)
+
 
 class _WindowDetokenizer:
     """`_ids[:_done]` are the ids last handed out (`_before` is their text), the rest are held back.
@@ -109,6 +151,23 @@ class _WindowDetokenizer:
 
     def flush(self) -> str:
         return self._hand_out(self._decode(self._ids))
+
+    by_bytes = False
+    held = b""
+
+    def feed_raw(self, token_id: int) -> tuple[str, bytes | None]:
+        if not self._tokenizer.shown((token_id,), skip_special=self._skip):
+            return "", None
+        text = self.feed(token_id)
+        return text, text.encode()
+
+    @property
+    def first(self) -> bool:
+        return not self._ids
+
+    @property
+    def holding(self) -> bool:
+        return len(self._ids) > self._done
 
     def _hand_out(self, text: str) -> str:
         """The new part of `text`. If the decoder changed what was sent, the part that differs."""

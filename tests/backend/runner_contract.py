@@ -9,6 +9,7 @@ forks must not change them. To run the suite on another runner, add it to `runne
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.messages import (
     Dry,
     Grow,
     Join,
+    Logprobs,
     Lz,
     Output,
     Repetition,
@@ -63,6 +65,7 @@ class Steps:
         self.copies: list[tuple[int, int]] = []
         self.rows: list[tuple[int, int, list[int] | None, bool]] = []  # row, start, ids, written
         self.draws: list[tuple[int, int]] = []  # forward row, device row
+        self.prompts: list[tuple[int, int, int]] = []
 
     def join(
         self,
@@ -97,10 +100,18 @@ class Steps:
         for target in (row,) if draw_into is None else draw_into:
             self.draws.append((len(self.rows) - 1, target))
 
+    def score(self, count: int, after: int = -1) -> None:
+        """The forward row added last reports its tokens; see `StepPlan.prompts`."""
+        self.prompts.append((len(self.rows) - 1, count, after))
+
     def launch(self, masks: Masks | None = None) -> Ticket:
         """Send the plan; decode rows must have been added first."""
         self.step += 1
-        drawn = {source for source, _ in self.draws}
+        outputs = [Output.NONE] * len(self.rows)
+        for source, _ in self.draws:
+            outputs[source] = Output.SAMPLE
+        for source, _, _ in self.prompts:
+            outputs[source] = Output.PROMPT_LOGPROBS
         plan = StepPlan(
             self.step,
             self.leaves,
@@ -111,10 +122,11 @@ class Steps:
             [start for _, start, _, _ in self.rows],
             [1 if ids is None else len(ids) for _, _, ids, _ in self.rows],
             [ids for _, _, ids, _ in self.rows],
-            [Output.SAMPLE if i in drawn else Output.NONE for i in range(len(self.rows))],
+            outputs,
             [i for i, (_, _, _, written) in enumerate(self.rows) if not written],
             [source for source, _ in self.draws],
             [target for _, target in self.draws],
+            prompts=self.prompts,
         )
         self._clear()
         ticket = self.runner.launch(plan)
@@ -377,6 +389,113 @@ def a_free_row_may_leave(make: MakeRunner) -> None:
     assert got == generate(make)
 
 
+def draws_report_logprobs(make: MakeRunner) -> None:
+    """Only those that ask, as many as they ask for, whoever else is in the step."""
+    plain = generate(make)
+    asking = Sampling(temperature=0.0, logprobs=5)
+    alone = Steps(make())
+    alone.join(0, [0, 1, 2, 3, 4, 5], asking)
+    alone.forward(0, PROMPT)
+    first = alone.launch().result()
+    alone.runner.close()
+    steps = Steps(make())
+    steps.join(0, [0, 1, 2, 3, 4, 5])
+    steps.join(1, [6, 7, 8, 9, 10, 11], asking)
+    steps.join(2, [12, 13, 14, 15, 16], Sampling(temperature=3.0, seed=7, logprobs=0))
+    steps.forward(0, OTHER)
+    steps.forward(1, PROMPT)
+    steps.forward(2, PROMPT)
+    result = steps.launch().result()
+    nothing, entry, other = result.logprobs
+    assert nothing is None
+    assert_reports(entry, plain[0], 5)
+    assert_reports(other, result.tokens[2], 0)
+    assert_close(entry, first.logprobs[0])
+    at = dict(zip(entry.top_ids, entry.top, strict=True))  # type: ignore[union-attr]
+    if result.tokens[2] in at:
+        assert math.isclose(at[result.tokens[2]], other.logprob, abs_tol=1e-4)  # type: ignore[union-attr]
+    steps.forward(0, None)
+    assert steps.launch().result().logprobs == []
+    steps.forward(1, None)
+    assert_reports(steps.launch().result().logprobs[0], plain[1], 5)
+    steps.runner.close()
+
+
+def assert_reports(entry: Logprobs | None, token: int, count: int) -> None:
+    """`entry` may be what is said of a greedy or drawn `token` and `count` others."""
+    assert entry is not None
+    assert len(entry.top_ids) == len(entry.top) == count
+    assert entry.top == sorted(entry.top, reverse=True)
+    assert len(set(entry.top_ids)) == count
+    assert math.fsum(math.exp(value) for value in entry.top) <= 1 + 1e-6
+    assert entry.logprob <= 1e-9
+    if entry.rank <= count:
+        assert entry.logprob in entry.top
+    if token in entry.top_ids:
+        assert entry.top[entry.top_ids.index(token)] == entry.logprob
+    elif count:
+        assert entry.logprob <= entry.top[-1]
+
+
+def assert_close(entry: Logprobs | None, other: Logprobs | None) -> None:
+    """Alike but for rounding: near-equals may change places."""
+    assert entry is not None
+    assert other is not None
+    assert math.isclose(entry.logprob, other.logprob, abs_tol=1e-4)
+    pairs = zip(entry.top, other.top, strict=True)
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in pairs)
+
+
+def prompts_report_logprobs(make: MakeRunner) -> None:
+    """Of each token after the first, whole or in chunks; a draw from the row is not disturbed."""
+    whole = Steps(make())
+    whole.join(0, [0, 1, 2, 3, 4, 5])
+    whole.forward(0, PROMPT)
+    whole.score(3)
+    result = whole.launch().result()
+    (entries,) = result.prompt_logprobs
+    assert len(entries) == len(PROMPT) - 1
+    for token, entry in zip(PROMPT[1:], entries, strict=True):
+        assert_reports(entry, token, 3)
+    got = result.tokens + decode(whole, 0, 7)
+    assert got == generate(make)
+    whole.runner.close()
+    parts = Steps(make())
+    parts.join(0, [0, 1, 2, 3, 4, 5])
+    parts.join(1, [6, 7, 8, 9, 10])
+    pieces: list[Logprobs] = []
+    for at, size in ((0, 1), (1, 6), (7, 3)):
+        end = at + size
+        parts.forward(1, OTHER[at : at + 1] or [1], draw_into=())
+        parts.forward(0, PROMPT[at:end], draw_into=None if end == len(PROMPT) else ())
+        parts.score(3, PROMPT[end] if end < len(PROMPT) else -1)
+        result = parts.launch().result()
+        pieces += result.prompt_logprobs[0]
+    assert result.tokens == got[:1]
+    parts.runner.close()
+    for one, other in zip(pieces, entries, strict=True):
+        assert_close(one, other)
+
+
+def what_follows_a_prompt_is_what_is_drawn(make: MakeRunner) -> None:
+    """A prompt's report of its own greedy continuation agrees with the draws' reports."""
+    steps = Steps(make())
+    steps.join(0, [0, 1, 2, 3, 4, 5], Sampling(temperature=0.0, logprobs=2))
+    steps.forward(0, PROMPT)
+    results = [steps.launch().result()]
+    for _ in range(4):
+        steps.forward(0, None)
+        results.append(steps.launch().result())
+    tokens = [result.tokens[0] for result in results]
+    steps.join(1, [6, 7, 8, 9, 10, 11])
+    steps.forward(1, PROMPT + tokens[:-1])
+    steps.score(2, tokens[-1])
+    (entries,) = steps.launch().result().prompt_logprobs
+    steps.runner.close()
+    for result, entry in zip(results, entries[len(PROMPT) - 1 :], strict=True):
+        assert_close(result.logprobs[0], entry)
+
+
 def counts_only_rise(make: MakeRunner) -> None:
     """Asked between steps and while one is in flight; no count falls, no name goes."""
     steps = Steps(make())
@@ -553,4 +672,7 @@ CONTRACT: list[Callable[[MakeRunner], None]] = [
     rules_hold,
     masks_hold_for_their_draw,
     a_draw_without_a_token_fails_alone,
+    draws_report_logprobs,
+    prompts_report_logprobs,
+    what_follows_a_prompt_is_what_is_drawn,
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace import LLM, SamplingParams
+from headrace import LLM, BeamParams, SamplingParams
 from headrace.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest
 from headrace.messages import End
 
@@ -356,3 +356,78 @@ def test_seeds_alone_in_a_crowd_preempted_and_warm() -> None:
     with LLM(**settings, max_num_seqs=16, kv_blocks=60, prefix_caching=False) as tight:
         assert [c.token_ids for c in tight.generate(prompts, many)] == alone
         assert tight._engine.stats().preemptions > 0
+
+
+def test_logprobs(llm: LLM) -> None:
+    """One report a token, also of a prompt; a stop string cuts reports where it cuts tokens."""
+    plain = llm.generate("Once", greedy(logprobs=2, prompt_logprobs=1))[0]
+    assert plain.logprobs is not None
+    assert len(plain.logprobs) == len(plain.token_ids)
+    for token, one in zip(plain.token_ids, plain.logprobs, strict=True):
+        assert len(one.top_ids) == 2
+        assert one.top[one.top_ids.index(token)] == one.logprob
+    assert plain.cumulative_logprob == pytest.approx(sum(one.logprob for one in plain.logprobs))
+    assert plain.prompt_logprobs is not None
+    assert plain.prompt_logprobs[0] is None
+    assert len(plain.prompt_logprobs) == len(b"Once")
+    assert all(one and len(one.top) == 1 for one in plain.prompt_logprobs[1:])
+    stop = plain.text[4:6]
+    cut = llm.generate("Once", greedy(logprobs=2, stop=stop))[0]
+    assert cut.logprobs == plain.logprobs[: len(cut.token_ids)]
+    assert len(cut.token_ids) < 12
+    assert cut.prompt_logprobs is None
+    assert llm.generate("Once", GREEDY)[0].logprobs is None
+    assert idle(llm)
+
+
+def test_reports_do_not_depend_on_the_schedule(llm: LLM) -> None:
+    """In a crowd, with the cache warm, and beside choices."""
+    params = SamplingParams(
+        max_tokens=20, seed=5, n=2, logprobs=3, prompt_logprobs=2, ignore_eos=True
+    )
+    prompt = "x" * 70
+    alone = llm.generate(prompt, params)
+    crowd = llm.generate([prompt, *(["other"] * 9), prompt], params)
+    for choices in (crowd[:2], crowd[-2:]):
+        for one, other in zip(alone, choices, strict=True):
+            assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+            assert one.prompt_logprobs == other.prompt_logprobs
+
+
+def test_best_of(llm: LLM) -> None:
+    params: dict[str, Any] = {"max_tokens": 6, "temperature": 2.0, "seed": 3, "ignore_eos": True}
+    every = llm.generate("pick", SamplingParams(n=4, logprobs=0, **params))
+    best = llm.generate("pick", SamplingParams(n=2, best_of=4, **params))
+    ranked = sorted(every, key=lambda one: one.cumulative_logprob or 0, reverse=True)
+    assert [one.token_ids for one in best] == [one.token_ids for one in ranked[:2]]
+    assert [one.index for one in best] == [0, 1]
+    assert best[0].logprobs is None
+    assert best[0].cumulative_logprob == ranked[0].cumulative_logprob
+
+
+def test_beam_search(llm: LLM) -> None:
+    """Beams are likelier than what greedy finds, come best first, and read like any text."""
+    params = BeamParams(beam_width=3, max_tokens=8, ignore_eos=True, logprobs=1)
+    prompts: list[str | list[int]] = ["one", [1, 2, 3]]
+    found = llm.beam_search(prompts, params)
+    assert [(one.prompt_index, one.index) for one in found] == [
+        (at, index) for at in range(2) for index in range(3)
+    ]
+    for beams in (found[:3], found[3:]):
+        totals = [one.cumulative_logprob or 0 for one in beams]
+        assert totals == sorted(totals, reverse=True)
+        assert len({tuple(one.token_ids) for one in beams}) == 3
+    score = llm.generate("one", greedy(max_tokens=8, logprobs=0))[0].cumulative_logprob
+    assert (found[0].cumulative_logprob or 0) >= (score or 0) - 1e-9
+    assert found[0].text == bytes(found[0].token_ids).decode(errors="replace")
+    assert found[0].logprobs is not None
+    assert [len(one.top) for one in found[0].logprobs] == [1] * 8
+    (one,) = llm.beam_search("one", BeamParams(beam_width=3, max_tokens=8, ignore_eos=True, n=1))
+    assert one.token_ids == found[0].token_ids
+    assert idle(llm)
+    with pytest.raises(InvalidRequest, match="beam_width"):
+        BeamParams(beam_width=11)
+    with pytest.raises(InvalidRequest, match="over the 2 beams"):
+        BeamParams(beam_width=2, n=3)
+    with pytest.raises(ContextTooLong):
+        llm.beam_search("one", BeamParams(beam_width=2, max_tokens=1000))

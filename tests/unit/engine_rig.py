@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.backends.fake import FakeRunner, reference
+from headrace.backends.fake.logprobs import report
+from headrace.backends.fake.model import advance, root
 from headrace.config import Settings
 from headrace.engine.loop import Engine
 from headrace.engine.protocol import Runner, StepCost
@@ -16,6 +18,7 @@ from headrace.messages import (
     Done,
     End,
     Finish,
+    Logprobs,
     Sampling,
     StepPlan,
     StepResult,
@@ -79,6 +82,8 @@ class Rig:
         self.handles = itertools.count(1)
         self.submits: dict[Id, Submit] = {}
         self.tokens: dict[tuple[int, int, int], list[int]] = {}  # owner, handle, choice
+        self.reports: dict[tuple[int, int, int], list[Logprobs]] = {}
+        self.prompts: dict[Id, list[Logprobs]] = {}  # of prompt tokens 1, 2, ...
         self.ends: dict[tuple[int, int, int], End] = {}
         self.dones: dict[Id, Done] = {}
         self.finished: set[tuple[int, int, int]] = set()  # choices for which a stop string came
@@ -115,7 +120,22 @@ class Rig:
         self.kv.check()
         for owner, out in told.items():
             assert len(out.handles) == len(out.choices) == len(out.tokens)
-            for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
+            for piece in out.prompt_logprobs:
+                known = self.prompts.setdefault((owner, piece.handle), [])
+                assert (owner, piece.handle) not in self.dones, "a prompt's report after the Done"
+                assert piece.first == len(known) + 1, "pieces come in order, once"
+                known += piece.entries
+            reports = out.logprobs or [None] * len(out.tokens)
+            assert len(reports) == len(out.tokens)
+            columns = zip(out.handles, out.choices, out.tokens, reports, strict=True)
+            for handle, choice, token, entry in columns:
+                submit = self.submits[owner, handle]
+                assert (entry is not None) == (submit.sampling.logprobs >= 0), "asked, or not"
+                if entry is not None:
+                    self.reports.setdefault((owner, handle, choice), []).append(entry)
+                scored = len(self.prompts.get((owner, handle), []))
+                whole = len(submit.prompt) - 1 if submit.prompt_logprobs >= 0 else 0
+                assert scored == whole, "a token before its prompt's report"
                 key = (owner, handle, choice)
                 assert (owner, handle) not in self.dones, "a token after the Done"
                 assert key not in self.ends, "a token after the End"
@@ -157,6 +177,25 @@ class Rig:
                 )
                 assert got == want, f"tokens of {owner}/{handle}/{choice}"
                 assert len(got) <= submit.max_tokens
+                if submit.sampling.logprobs >= 0:
+                    said = self.reports.get((owner, handle, choice), [])
+                    assert said == self._said(submit, submit.prompt, got, submit.sampling.logprobs)
+            if submit.prompt_logprobs >= 0:
+                said = self.prompts.get((owner, handle), [])
+                tail = submit.prompt[1 : 1 + len(said)]
+                assert said == self._said(submit, submit.prompt[:1], tail, submit.prompt_logprobs)
+
+    def _said(
+        self, submit: Submit, before: list[int], tokens: list[int], count: int
+    ) -> list[Logprobs]:
+        """What the fake model says of each of `tokens`, after `before` and those before it."""
+        state, out = root(submit.adapter), []
+        for token in before:
+            state = advance(state, token)
+        for token in tokens:
+            out.append(report(state, token, count, self.eos))
+            state = advance(state, token)
+        return out
 
     def _check_constrained(self, owner: int, submit: Submit, choice: int) -> None:
         key = (owner, submit.handle, choice)

@@ -220,6 +220,11 @@ def test_measured_sizes_price_the_steps_that_they_hold() -> None:
     )
     chunks = fill(CostBudget(longer, MAX_TOKENS, 0.035), [5] * 8, [(0, 4000)])
     assert chunks == [(0, 376)], "a tile more would take 60 ms"
+    steep = msgspec.structs.replace(longer, size_s=(0.007, 0.01, 0.014, 0.033, 0.034))
+    chunks = fill(CostBudget(steep, MAX_TOKENS, 0.0335), [5] * 8, [(0, 4000)])
+    assert chunks == [(0, 248)], "384 tokens would fit, but 256 have more tokens a second"
+    chunks = fill(CostBudget(steep, MAX_TOKENS, 0.0335), [5] * 8, [(0, 300)])
+    assert chunks == [(0, 300)], "nothing is left for another step"
 
 
 @given(

@@ -35,6 +35,7 @@ samplings = st.builds(
                 held=st.just([EOS])),
     repetition=st.none() | st.just(Repetition(1.5, 0.5, 0.5, 9)),
     lz=st.none() | st.just(Lz(0.5, 16)),
+    logprobs=st.sampled_from([-1, -1, 0, 3]),
 )  # fmt: skip
 
 
@@ -116,6 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
                 adapter=shape.choice(["", "", "", "a"]),
                 stop_ids=shape.choice([[], [EOS], [EOS, ord("e")]]),
                 grammar=self._grammar(shape),
+                prompt_logprobs=shape.choice([-1, -1, -1, 0, 2]),
             )
 
     def _grammar(self, shape: Random) -> Grammar | None:

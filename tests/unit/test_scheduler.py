@@ -138,6 +138,36 @@ def test_a_cached_prompt_computes_only_the_rest(overlap: bool) -> None:
 
 
 @LOOPS
+def test_a_prompt_that_reports_reads_no_cache_but_fills_it(overlap: bool) -> None:
+    rig = Rig(overlap=overlap, max_num_batched_tokens=8)
+    prompt = list(range(21))
+    for top in (3, 0, -1):
+        rig.submit(prompt, 2, prompt_logprobs=top)
+        rig.run()
+    assert [done.cached_tokens for done in rig.dones.values()] == [0, 0, 20]
+    reporting = [plan for plan in rig.plans if plan.prompts]
+    assert [plan.prompts for plan in reporting[:3]] == [[(0, 3, 8)], [(0, 3, 16)], [(0, 3, -1)]]
+    assert len(reporting) == 6
+    for plan in reporting:
+        assert plan.outputs == [Output.PROMPT_LOGPROBS]
+    rig.check_tokens()
+
+
+@LOOPS
+def test_a_report_is_not_repeated_after_a_preemption(overlap: bool) -> None:
+    rig = priority_rig(rows=1, overlap=overlap, max_num_batched_tokens=8)
+    low = rig.submit(list(range(40)), 4, prompt_logprobs=2, priority=1)
+    rig.turn()
+    rig.turn()
+    rig.submit(9, 2, priority=0)
+    rig.run()
+    assert rig.dones[0, low].preemptions == 1
+    assert len(rig.prompts[0, low]) == 39
+    rig.check_tokens()
+    rig.check_idle()
+
+
+@LOOPS
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_fully_cached_prompt_computes_its_last_token_unwritten(overlap: bool, n: int) -> None:
     rig = Rig(overlap=overlap)

@@ -117,13 +117,9 @@ def test_fields_that_cannot_be_honoured_are_refused_unless_they_ask_for_nothing(
     ("field", "value"),
     [
         ("logprobs", 0),  # completions: the log-probability of each token
-        ("logprobs", True),
-        ("top_logprobs", 10**9),
-        ("prompt_logprobs", -1),
+        ("top_logprobs", 1),  # without logprobs
         ("tool_choice", "required"),
         ("tools", [{"type": "function"}]),
-        ("best_of", 2),
-        ("best_of", 5_000_000),
     ],
 )
 def test_unsupported_values(field: str, value: Any) -> None:
@@ -241,3 +237,75 @@ def attempt(kind: type[Chat] | type[Completion], body: dict[str, Any]) -> list[s
         return [*parse(kind, body)[1], "banana"]
     except InvalidRequest as error:
         return error.message
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value", "limit"),
+    [
+        ("chat", "top_logprobs", 21, "20"),
+        ("chat", "top_logprobs", 10**9, "20"),
+        ("chat", "top_logprobs", -1, "0"),
+        ("chat", "prompt_logprobs", 21, "20"),
+        ("chat", "prompt_logprobs", -1, "0"),
+        ("chat", "n", 5_000_000, "128"),
+        ("chat", "best_of", 5_000_000, "128"),
+        ("chat", "beam_width", 11, "10"),
+        ("text", "logprobs", 6, "5"),
+        ("text", "logprobs", -1, "0"),
+        ("text", "logprobs", True, "5"),
+        ("text", "top_logprobs", 3, "5"),
+        ("text", "prompt_logprobs", 21, "20"),
+        ("text", "best_of", 129, "128"),
+    ],
+)
+def test_bounds_are_named(where: str, field: str, value: Any, limit: str) -> None:  # B090
+    message = {"role": "user", "content": "x"}
+    body: dict[str, Any] = {"messages": [message], "logprobs": True, field: value}
+    schema: type[Chat | Completion] = Chat
+    if where == "text":
+        schema, body = Completion, {"prompt": "x", field: value}
+    with pytest.raises(InvalidRequest, match=limit) as caught:
+        parse(schema, body)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens"),
+        ({"beam_width": 2}, "beam_width"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "n": 4, "beam_width": 3}, "beam_width"),
+        ({"use_beam_search": True, "n": 11}, "beam_width"),
+        ({"use_beam_search": True, "best_of": 4, "beam_width": 3}, "best_of"),
+    ],
+)
+def test_fields_that_do_not_go_together(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(Completion, {"prompt": "x", **fields})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"best_of": 2, "n": 2, "stream": True},
+        {"logprobs": False},
+        {"max_tokens": 0, "echo": True, "logprobs": 0},
+        {"max_tokens": 0, "prompt_logprobs": 0},
+        {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False},
+        {"use_beam_search": True, "n": 4, "temperature": 0.0, "early_stopping": "never"},
+        {"use_beam_search": True, "n": 2, "best_of": 4, "stop": []},
+        {"spaces_between_special_tokens": True, "user": "me"},
+    ],
+)
+def test_fields_that_do(fields: dict[str, Any]) -> None:
+    assert parse(Completion, {"prompt": "x", **fields})[1] == []

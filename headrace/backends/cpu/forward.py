@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from headrace.backends.cpu.kv_store import KvStore
 from headrace.backends.cpu.ops import TorchOps, Wanted
 from headrace.models.layers import Decoder
 
+AGAIN_BYTES = 32 * 2**20  # of logits that `again` makes at once
+
 
 class Batch(msgspec.Struct, frozen=True):
     """The forward rows of one step, one after another.
@@ -24,7 +27,7 @@ class Batch(msgspec.Struct, frozen=True):
     ids [T] int64; tables [device rows, width] int64 block ids; forward row i is the sequence in
     device row rows[i] and computes positions [starts[i], starts[i] + counts[i]); forward rows in
     `unwritten` find their KV in the cache; the last tokens of forward rows in `chosen`
-    (each once) get logits.
+    (each once) get logits. `whole`: the others may be asked for `again`.
     """
 
     ids: Tensor
@@ -34,6 +37,7 @@ class Batch(msgspec.Struct, frozen=True):
     counts: list[int]
     unwritten: list[int]
     chosen: list[int]
+    whole: bool = False
 
     def last_tokens(self) -> list[int]:
         """The token of each row in `chosen`."""
@@ -61,6 +65,18 @@ class Forward(Protocol):
     def peaks(self, logits: Tensor) -> Peaks:
         """Of what `logits` returned last, before it was changed."""
 
+    @property
+    def most_again(self) -> int:
+        """Tokens that one call of `again` takes."""
+
+    def again(self, tokens: Sequence[int]) -> Tensor:
+        """Logits of more tokens of the last batch, a `whole` one: [n, vocab_size] float32, until
+        the next call.
+
+        tokens: ascending places in the batch, at most `most_again`. May overwrite what `logits`
+        returned.
+        """
+
     def close(self) -> None:
         """Free threads and memory."""
 
@@ -71,6 +87,7 @@ class TorchForward:
     def __init__(self, model: Decoder, store: KvStore) -> None:
         self._model, self._store = model, store
         self._scratch = Scratch(store.head_dim, model.dtype)
+        self._last: tuple[Tensor, TorchOps] | None = None  # of the last batch, for `again`
 
     def logits(self, batch: Batch) -> Tensor | None:
         """See `Forward`."""
@@ -85,10 +102,13 @@ class TorchForward:
         rotary = self._model.rotary(step.positions, self._model.dtype)
         tokens = batch.last_tokens()
         wanted = None
-        if len(tokens) < batch.ids.numel():
+        self._last = None
+        if len(tokens) < batch.ids.numel() and not batch.whole:
             wanted = Wanted(tokens, self._alone(batch) if tokens else step)
         ops = TorchOps(batch.ids, step, rotary, wanted)
         hidden = self._model(ops)
+        if batch.whole:
+            self._last = hidden, ops
         if wanted is None:
             hidden = hidden[tokens]
         return self._model.logits(hidden, ops) if tokens else None
@@ -105,6 +125,17 @@ class TorchForward:
         low, high = logits.aminmax(dim=-1)  # NaN passes through
         return Peaks(logits.argmax(-1), torch.isfinite(low) & torch.isfinite(high))
 
+    @property
+    def most_again(self) -> int:
+        """See `Forward`."""
+        return max(1, AGAIN_BYTES // (4 * self._model.spec.vocab_size))
+
+    def again(self, tokens: Sequence[int]) -> Tensor:
+        """See `Forward`."""
+        assert self._last is not None, "again() follows logits() of a whole batch"
+        hidden, ops = self._last
+        return self._model.logits(hidden[list(tokens)], ops)
+
     def close(self) -> None:
         """Drop the model."""
-        del self._model, self._store, self._scratch
+        del self._model, self._store, self._scratch, self._last

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.backends.cpu.forward import Batch, Peaks
+from headrace.backends.cpu.forward import AGAIN_BYTES, Batch, Peaks
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.models.layers import Decoder, Embedding, Linear, RMSNorm, SwiGLU
 from headrace.native import library as abi
@@ -53,12 +54,20 @@ class Buffers:
 
 class Recorder:
     """Implements `models.ops.Ops` by writing down what is asked. Tensors it returns are buffers
-    that a replay fills."""
+    that a replay fills. whole: the last layer is that of all tokens, not of the chosen ones."""
 
     def __init__(
-        self, model: Decoder, weights: Weights, store: KvStore, buffers: Buffers, *, exact: bool
+        self,
+        model: Decoder,
+        weights: Weights,
+        store: KvStore,
+        buffers: Buffers,
+        *,
+        exact: bool,
+        whole: bool = False,
     ) -> None:
         self.ops: list[Op] = []
+        self._whole = whole
         self._keep: list[Any] = []  # what the ops point at
         self._store, self._buffers, self._exact = store, buffers, exact
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -82,6 +91,8 @@ class Recorder:
 
     def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops`; q stays where it is."""
+        if self._whole:
+            return x, q
         self._rows = abi.OF_HEAD
         return self._gather(x, self._buffers.chosen), q
 
@@ -108,7 +119,10 @@ class Recorder:
         return x
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """See `Ops`."""
+        """See `Ops`; x of all tokens too: the step says which rows are chosen."""
+        if not self._rows:
+            self._rows = abi.OF_HEAD
+            x = self._gather(x, self._buffers.chosen)
         out = self._buffers.logits
         assert weight.shape[0] <= out.shape[1], "padding rows of the vocabulary are cut off later"
         matrices = self._weights[self._head]
@@ -188,6 +202,14 @@ class Recorder:
         self.ops.append(op)
 
 
+class Whole(NamedTuple):
+    """Ops of a step after which every token's logits can be had, by `head` alone."""
+
+    recorder: Recorder  # keeps alive what the ops point at
+    ops: ctypes.Array[Op]
+    head: ctypes.Array[Op]
+
+
 class NativeForward:
     """See `forward.Forward`. `positions`: how many a sequence may reach; `rows`: most chosen.
 
@@ -218,6 +240,18 @@ class NativeForward:
         self._model.logits(self._model(recorder), recorder)
         self._buffers, self._recorder = buffers, recorder
         self._ops = (Op * len(recorder.ops))(*recorder.ops)
+        self._whole: Whole | None = None  # recorded when it is first asked for
+        self._last: Batch | None = None  # the whole batch whose residual stream is in the buffers
+
+    def _record_whole(self) -> Whole:
+        recorder = Recorder(
+            self._model, self._weights, self._store, self._buffers, exact=self._exact, whole=True
+        )
+        hidden = self._model(recorder)
+        body = len(recorder.ops)
+        self._model.logits(hidden, recorder)
+        ops, head = recorder.ops, recorder.ops[body:]
+        return Whole(recorder, (Op * len(ops))(*ops), (Op * len(head))(*head))
 
     @property
     def ops(self) -> Sequence[Op]:
@@ -226,8 +260,14 @@ class NativeForward:
 
     def logits(self, batch: Batch) -> Tensor | None:
         """See `Forward`."""
-        self.reserve(batch.ids.numel(), len(batch.chosen))
-        self.run(batch, self._ops)
+        tokens, rows = batch.ids.numel(), len(batch.chosen)
+        if batch.whole:  # a product of few rows would be the reading of its weight
+            rows = max(rows, min(tokens, AGAIN_BYTES // (4 * self._model.spec.vocab_rows)))
+        self.reserve(tokens, rows)
+        if batch.whole:
+            self._whole = self._whole or self._record_whole()
+        self.run(batch, self._whole.ops if self._whole and batch.whole else self._ops)
+        self._last = batch if batch.whole else None
         if not batch.chosen:
             return None
         return self._buffers.logits[: len(batch.chosen), : self._model.spec.vocab_size]
@@ -238,8 +278,14 @@ class NativeForward:
         if tokens > room.tokens or rows > room.rows:
             self._record(max(tokens, 2 * room.tokens), max(rows, room.rows))
 
-    def run(self, batch: Batch, ops: ctypes.Array[Op]) -> None:
-        """Run ops over the columns of a batch that fits."""
+    def run(
+        self, batch: Batch, ops: ctypes.Array[Op], head_rows: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """Run ops over the columns of a batch that fits.
+
+        head_rows: tokens that the output layer takes, ascending; None: those that are chosen.
+        """
+        chosen = np.array(batch.last_tokens()) if head_rows is None else head_rows
         tokens = batch.ids.numel()
         counts, starts = np.array(batch.counts), np.array(batch.starts)
         owners = np.repeat(np.arange(counts.size), counts)
@@ -250,7 +296,7 @@ class NativeForward:
         writes[np.isin(owners, batch.unwritten)] = 0
         columns = {
             "ids": batch.ids.numpy(),
-            "head_rows": np.array(batch.last_tokens()),
+            "head_rows": chosen,
             "rows": np.array(batch.rows)[owners],
             "positions": positions,
             "writes": writes,
@@ -264,7 +310,7 @@ class NativeForward:
         assert tables.dtype == torch.int64, "block ids are int64"
         return Step(
             tokens=batch.ids.numel(),
-            head_count=len(batch.chosen),
+            head_count=columns["head_rows"].size,
             tables=tables.data_ptr(),
             cosines=self._cosines.data_ptr(),
             sines=self._sines.data_ptr(),
@@ -282,7 +328,21 @@ class NativeForward:
         n = logits.shape[0]
         return Peaks(self._buffers.best[:n].clone(), self._buffers.finite[:n] != 0)
 
+    @property
+    def most_again(self) -> int:
+        """See `Forward`; as many rows of logits as there is room for."""
+        return self._buffers.rows
+
+    def again(self, tokens: Sequence[int]) -> Tensor:
+        """See `Forward`. The residual stream of the last step still stands in its buffer."""
+        assert self._last is not None, "again() follows logits() of a whole batch"
+        assert self._whole is not None, "a whole batch is recorded"
+        assert len(tokens) <= self._buffers.rows, f"{len(tokens)} tokens, room for fewer"
+        self.run(self._last, self._whole.head, np.array(tokens, np.int64))
+        return self._buffers.logits[: len(tokens), : self._model.spec.vocab_size]
+
     def close(self) -> None:
         """End the pool; drop weights and buffers."""
         self.pool.close()
         del self._model, self._weights, self._store, self._buffers, self._recorder, self._ops
+        del self._whole, self._last

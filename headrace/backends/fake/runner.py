@@ -4,6 +4,8 @@ Its "KV" is real enough to be wrong: every slot holds the token computed there a
 that chains all tokens up to it, so that a wrong table, a stale block, a missing copy or a block
 that is reused too early changes what comes next (and with `verify` is found on the spot).
 
+Log-probabilities are those of its own distribution; see `fake.logprobs`.
+
 Vocabulary of 259: ids 0..255 are bytes, 256 <|endoftext|>, 257 <|im_start|>, 258 <|im_end|>.
 `fake.model` says how a token follows from a state.
 """
@@ -17,12 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
 from headrace.engine.protocol import Capacity, Masks, StepCost
-from headrace.messages import Join, Output, StepPlan, StepResult
+from headrace.messages import Join, Logprobs, Output, StepPlan, StepResult
 from headrace.sampling.shaping import unpacked
 
 MAX_IN_FLIGHT = 2
+_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 
 
 class _Row:
@@ -51,6 +55,9 @@ class FakeTicket:
     def __init__(self, runner: FakeRunner, plan: StepPlan, states: list[int]) -> None:
         self.plan = plan
         self.states = states  # [forward row] state after its last token
+        self.traces: dict[int, list[int]] = {}  # forward row -> state after each of its tokens
+        self.logprobs: list[Logprobs | None] = []
+        self.prompts: list[list[Logprobs]] = []
         self.touched: set[int] = set()  # blocks that the step reads or writes
         self.tokens: list[int] | None = None
         self.failed: list[tuple[int, str]] = []
@@ -67,7 +74,9 @@ class FakeTicket:
         """The tokens, once the modelled time has passed. See `engine.protocol.Ticket`."""
         assert self.tokens is not None, f"result of step {self.plan.step} before its finish"
         self._runner._await(self)
-        return StepResult(self.plan.step, self.tokens, self.failed, self.busy_s)
+        return StepResult(
+            self.plan.step, self.tokens, self.failed, self.busy_s, self.logprobs, self.prompts
+        )
 
 
 class FakeRunner:
@@ -137,8 +146,10 @@ class FakeRunner:
             self._copy(source, target)
             ticket.touched |= {source, target}
         unwritten = set(plan.unwritten)
+        ticket.traces = {i: [] for i, _, _ in plan.prompts}
         for i in range(len(plan.rows)):
-            ticket.states.append(self._forward(plan, i, i not in unwritten))
+            trace = ticket.traces.get(i)
+            ticket.states.append(self._forward(plan, i, i not in unwritten, trace))
             end = plan.starts[i] + plan.counts[i]
             blocks = self._rows[plan.rows[i]].blocks[: -(-end // self._block_size)]
             ticket.touched.update(blocks)
@@ -176,10 +187,12 @@ class FakeRunner:
         self._states[b : b + size] = self._states[a : a + size]
         self._tokens[b : b + size] = self._tokens[a : a + size]
 
-    def _forward(self, plan: StepPlan, i: int, writes: bool) -> int:
-        """Compute forward row i; returns the state after its last token."""
+    def _forward(self, plan: StepPlan, i: int, writes: bool, trace: list[int] | None) -> int:
+        """Compute forward row i; returns the state after its last token, `trace` gets all."""
         row, start, count = self._rows[plan.rows[i]], plan.starts[i], plan.counts[i]
-        assert plan.outputs[i] in (Output.NONE, Output.SAMPLE), f"output {plan.outputs[i]}"
+        assert plan.outputs[i] in _OFFERED, f"output {plan.outputs[i]}"
+        reports = plan.outputs[i] == Output.PROMPT_LOGPROBS
+        assert reports == (trace is not None), "a prompt's report without its output, or without it"
         assert count > 0, "a forward row without tokens"
         assert start + count <= self._capacity.max_model_len, "past max_model_len"
         ids = plan.ids[i]
@@ -199,6 +212,8 @@ class FakeRunner:
         for position, token in enumerate(ids, start):
             assert 0 <= token < VOCAB_SIZE, f"token id {token}"
             state = advance(state, token)
+            if trace is not None:
+                trace.append(state)
             slot = self._slot(row, position)
             if writes:
                 self._states[slot], self._tokens[slot] = state, token
@@ -218,7 +233,7 @@ class FakeRunner:
                 allowed[j] = unpacked(bits, VOCAB_SIZE)
         tokens: list[int] = []
         for j, (source, target) in enumerate(zip(plan.draw_from, plan.draw_into, strict=True)):
-            assert plan.outputs[source] == Output.SAMPLE, "a draw from a row without logits"
+            assert plan.outputs[source] != Output.NONE, "a draw from a row without logits"
             row = self._rows[target]
             position = plan.starts[source] + plan.counts[source]
             token = self._draw_one(row, ticket.states[source], position, allowed.get(j))
@@ -229,6 +244,7 @@ class FakeRunner:
             row.last = token or 0  # a step ahead may compute what failed
             row.learn(position, [row.last])
             tokens.append(-1 if token is None else token)
+        self._report(ticket, tokens)
         ticket.busy_s = self._modelled_s(plan)
         self._free_s = max(self._free_s, self._clock()) + ticket.busy_s
         ticket.ready_s = self._free_s
@@ -248,6 +264,25 @@ class FakeRunner:
             prompt_tokens=join.prompt_tokens,
             mask=mask,
         )
+
+    def _report(self, ticket: FakeTicket, tokens: list[int]) -> None:
+        """Log-probabilities of what was drawn, and of the prompts that ask."""
+        plan = ticket.plan
+        asked = [self._rows[target].join.sampling.logprobs for target in plan.draw_into]
+        if max(asked, default=-1) >= 0:
+            columns = zip(plan.draw_from, tokens, asked, strict=True)
+            ticket.logprobs = [
+                report(ticket.states[source], token, count, self._eos)
+                if count >= 0 and token >= 0
+                else None
+                for source, token, count in columns
+            ]
+        for i, count, after in plan.prompts:
+            ids = plan.ids[i]
+            assert ids is not None, "a prompt is known"
+            targets = ids[1:] + ([after] if after >= 0 else [])
+            pairs = zip(ticket.traces[i][: len(targets)], targets, strict=True)
+            ticket.prompts.append([report(s, t, count, self._eos) for s, t in pairs])
 
     def _modelled_s(self, plan: StepPlan) -> float:
         cost = self._capacity.cost

@@ -127,24 +127,27 @@ void quantise(const Work& work) {
   const Op& op = *work.op;
   const int width = op.width, blocks = ceil_div(width, kBlock);
   const Rows rows = rows_of_piece(work);
-  for (int row = rows.first; row < rows.last; ++row) {
-    const float* x = op.x + static_cast<int64_t>(row) * width;
-    const float scale = op.weight ? norm_scale(x, width, op.epsilon) : 1.0f;
-    const int64_t tile = row / kTile;
-    for (int b = 0; b < blocks; ++b) {
+  const float* x[kRowsAPiece];
+  float scale[kRowsAPiece];
+  for (int i = 0; i < rows.last - rows.first; ++i) {
+    x[i] = op.x + static_cast<int64_t>(rows.first + i) * width;
+    scale[i] = op.weight ? norm_scale(x[i], width, op.epsilon) : 1.0f;
+  }
+  // Block by block: the rows of a block share lines with those that another thread writes.
+  for (int b = 0; b < blocks; ++b) {
+    F weight[kVectors];
+    if (op.weight) read_block(op.weight, b * kBlock, width, weight);
+    for (int row = rows.first; row < rows.last; ++row) {
       F block[kVectors];
-      read_block(x, b * kBlock, width, block);
-      if (op.weight) {
-        F weight[kVectors];
-        read_block(op.weight, b * kBlock, width, weight);
-        for (int i = 0; i < kVectors; ++i) {
-          block[i] = mul(mul(block[i], set1(scale)), weight[i]);
-        }
+      read_block(x[row - rows.first], b * kBlock, width, block);
+      for (int i = 0; i < kVectors && op.weight; ++i) {
+        block[i] = mul(mul(block[i], set1(scale[row - rows.first])), weight[i]);
       }
+      const int64_t at = static_cast<int64_t>(row / kTile) * blocks + b;
       if (op.flags & kExact) {
-        write_exact(block, static_cast<ExactBlock*>(op.acts) + tile * blocks + b, row % kTile);
+        write_exact(block, static_cast<ExactBlock*>(op.acts) + at, row % kTile);
       } else {
-        write_fast(block, static_cast<FastBlock*>(op.acts) + tile * blocks + b, row % kTile);
+        write_fast(block, static_cast<FastBlock*>(op.acts) + at, row % kTile);
       }
     }
   }

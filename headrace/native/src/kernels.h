@@ -66,7 +66,7 @@ static inline int panels_of(const Op& op) {
 
 // Several pieces a thread, so that one that the system holds up does not hold up the rest.
 static inline int panels_a_piece(const Op& op, int threads) {
-  const int piece = ceil_div(panels_of(op), threads * 4);
+  const int piece = round_up(ceil_div(panels_of(op), threads * 4), 2);  // panels go in pairs
   return piece > 16 ? 16 : piece;
 }
 

@@ -18,9 +18,12 @@ template <int Bytes> HR_INLINE void fetch_ahead(const uint8_t* quants) {
   for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(quants + kAheadBytes + i);
 }
 
+// M rows of one tile x one panel, whose weights stay in registers.
 template <class W, int M>
 void fast_tile(const uint8_t* panel, int blocks, const void* acts, int row, float* out) {
   const FastBlock* tile = static_cast<const FastBlock*>(acts);
+  // Rows side by side: their chains of products overlap. One or two rows: two chains each.
+  constexpr int kSide = M < 4 ? M : 4, kChains = W::kParts == 2 || M <= 2 ? 2 : 1;
   for (int lane = 0; lane < kPanel; lane += L) {
     F total[M];
     for (int r = 0; r < M; ++r) total[r] = zero();
@@ -35,30 +38,150 @@ void fast_tile(const uint8_t* panel, int blocks, const void* acts, int row, floa
       W::unpack(quants, w);
       W::scales(panel, b, lane, d, m);
 #pragma GCC unroll 16
-      for (int r = 0; r < M; ++r) {
-        I half[2] = {izero(), izero()};
+      for (int first = 0; first < M; first += kSide) {
+        I sums[kSide][kChains];
+#pragma GCC unroll 8
+        for (int i = 0; i < kSide * kChains; ++i) sums[i / kChains][i % kChains] = izero();
 #pragma GCC unroll 8
         for (int g = 0; g < 8; ++g) {
-          // Two chains where there are too few rows to fill the latency of one.
-          I& acc = half[W::kParts == 2 || M <= 2 ? g / 4 : 0];
-          const int8_t* four = q + r * kBlock + 4 * g;
-          acc = W::kSigned ? dot4_q8(acc, w[g], four) : dot4(acc, w[g], four);
-        }
-        const F own = set1(scale[r]);
-        if (W::kParts == 2) {
-          for (int i = 0; i < W::kParts; ++i) {
-            total[r] = fma(to_float(half[i]), mul(d[i], own), total[r]);
-            total[r] = fma(m[i], set1(scale[(2 + i) * kTile + r]), total[r]);
+#pragma GCC unroll 4
+          for (int r = 0; r < kSide; ++r) {
+            I& sum = sums[r][kChains == 2 ? g / 4 : 0];
+            const int8_t* four = q + (first + r) * kBlock + 4 * g;
+            sum = W::kSigned ? dot4_q8(sum, w[g], four) : dot4(sum, w[g], four);
           }
-        } else {
-          const I whole = M <= 2 ? iadd(half[0], half[1]) : half[0];
-          total[r] = fma(to_float(whole), mul(d[0], own), total[r]);
-          if (W::kShifted) total[r] = fma(m[0], set1(scale[kTile + r]), total[r]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < kSide; ++i) {
+          const int r = first + i;
+          const F own = set1(scale[r]);
+          if (W::kParts == 2) {
+            for (int p = 0; p < W::kParts; ++p) {
+              total[r] = fma(to_float(sums[i][p]), mul(d[p], own), total[r]);
+              total[r] = fma(m[p], set1(scale[(2 + p) * kTile + r]), total[r]);
+            }
+          } else {
+            const I whole = kChains == 2 ? iadd(sums[i][0], sums[i][1]) : sums[i][0];
+            total[r] = fma(to_float(whole), mul(d[0], own), total[r]);
+            if (W::kShifted) total[r] = fma(m[0], set1(scale[kTile + r]), total[r]);
+          }
         }
       }
     }
     for (int r = 0; r < M; ++r) store(out + r * kPanel + lane, total[r]);
   }
+}
+
+constexpr int kRowsAtOnce = 64;  // the totals of two panels stay in the first-level cache
+
+// One block of U vectors of weight rows.
+template <class W, int U> struct Unpacked {
+  B w[U][8];
+  F d[U][W::kParts], m[U][W::kParts];
+};
+
+// Distance of vector u of the totals of adjacent panels, [panel][kRowsAtOnce][kPanel].
+constexpr int unit_offset(int u) {
+  return u * L / kPanel * kRowsAtOnce * kPanel + u * L % kPanel;
+}
+
+// totals += the block x R rows of activations. The float operations of one total, and their order,
+// are those of fast_tile: a row's result does not depend on the rows beside it.
+template <class W, int U, int R>
+HR_INLINE void fold(const Unpacked<W, U>& unpacked, const FastBlock& acts, int row, float* totals) {
+  // Weights stay in memory: else the compiler keeps them in the registers that sums need.
+  const Unpacked<W, U>* hidden = &unpacked;
+  asm volatile("" : "+r"(hidden) : : "memory");
+  const Unpacked<W, U>& weights = *hidden;
+  const int8_t* q = opaque(acts.q[row]);
+  const float* scale = opaque(acts.scale + row);
+  I sums[R][U][W::kParts];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < U * W::kParts; ++i) sums[r][i / W::kParts][i % W::kParts] = izero();
+  }
+  // Neighbours in this order are independent: R x U chains run side by side.
+#pragma GCC unroll 8
+  for (int g = 0; g < 8; ++g) {
+    B w[U];
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) w[u] = weights.w[u][g];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const B four = four_times(q + r * kBlock + 4 * g);
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u) {
+        I& sum = sums[r][u][W::kParts == 2 ? g / 4 : 0];
+        sum = W::kSigned ? dot_q8(sum, w[u], four) : dot(sum, w[u], four);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const F own = set1(scale[r]);
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) {
+      float* place = totals + r * kPanel + unit_offset(u);
+      F total = load(place);
+#pragma GCC unroll 2
+      for (int i = 0; i < W::kParts; ++i) {
+        total = fma(to_float(sums[r][u][i]), mul(weights.d[u][i], own), total);
+        const float* sum = scale + (W::kParts == 2 ? 2 + i : 1) * kTile + r;
+        if (W::kShifted) total = fma(weights.m[u][i], set1(*sum), total);
+      }
+      store(place, total);
+    }
+  }
+}
+
+// Rows [row, ...) of a tile: returns how many the call covered, idle ones after the last included.
+template <class W, int U>
+HR_INLINE int fold_some(const Unpacked<W, U>& weights, const FastBlock& acts, int row, int left,
+                        float* totals) {
+  if (kRowsAside == 8 && left >= 6) return fold<W, U, kRowsAside>(weights, acts, row, totals), 8;
+  return fold<W, U, 4>(weights, acts, row, totals), 4;
+}
+
+// totals [panel][kRowsAtOnce][kPanel] of U vectors of weight rows, from vector `unit` on of the
+// panels, x rows <= kRowsAtOnce activations.
+template <class W, int U>
+void fast_units(const uint8_t* const* panels, int unit, int blocks, const FastBlock* acts, int rows,
+                float* totals) {
+  for (int b = 0; b < blocks; ++b) {
+    Unpacked<W, U> weights;
+    for (int u = 0; u < U; ++u) {
+      const uint8_t* panel = panels[(unit + u) * L / kPanel];
+      const int lane = (unit + u) * L % kPanel;
+      const uint8_t* quants = W::quants_of(panel, b) + 4 * lane;
+      W::unpack(quants, weights.w[u]);
+      W::scales(panel, b, lane, weights.d[u], weights.m[u]);
+    }
+    for (int first = 0; first < rows; first += kTile) {
+      const FastBlock& tile = acts[first / kTile * blocks + b];
+      const int count = rows - first < kTile ? rows - first : kTile;
+      for (int row = 0; row < count;) {
+        row += fold_some<W, U>(weights, tile, row, count - row,
+                               totals + (first + row) * kPanel + unit_offset(unit));
+      }
+    }
+  }
+}
+
+// out [panel][kRowsAtOnce][kPanel] of one or two panels.
+template <class W>
+void fast_many(const uint8_t* const* panels, int count, int blocks, const void* acts, int rows,
+               float* out) {
+  const FastBlock* tiles = static_cast<const FastBlock*>(acts);
+  constexpr int kUnits = kPanel / L;  // of one panel
+  for (int i = 0; i < count; ++i) {
+    memset(out + i * kRowsAtOnce * kPanel, 0, sizeof(float) * round_up(rows, 8) * kPanel);
+  }
+  int unit = 0;
+  for (; unit + 2 <= count * kUnits; unit += 2) {
+    fast_units<W, 2>(panels, unit, blocks, tiles, rows, out);
+  }
+  if (unit < count * kUnits) fast_units<W, 1>(panels, unit, blocks, tiles, rows, out);
 }
 
 // Column J of a group.
@@ -143,11 +266,13 @@ template <class W> void plain_row(const uint8_t* panel, int columns, int row, fl
   }
 }
 
-using TileFn = void (*)(const uint8_t*, int, const void*, int, float*);
+using ManyFn = void (*)(const uint8_t* const* panels, int count, int blocks, const void* acts,
+                        int rows, float* out);
+using TileFn = void (*)(const uint8_t* panel, int blocks, const void* acts, int row, float* out);
 
-// By log2 of the rows.
 struct Tiles {
-  TileFn fast[5];
+  ManyFn many;  // null for plain floats
+  TileFn fast[5];  // by log2 of the rows
   TileFn exact[5];
   void (*row)(const uint8_t* panel, int columns, int row, float* out);
   int64_t (*panel_bytes)(int blocks);
@@ -157,7 +282,8 @@ struct Tiles {
 template <int M> constexpr int fit = M < kMaxRows ? M : kMaxRows;
 
 template <class W> constexpr Tiles quantised() {
-  return {{fast_tile<W, fit<1>>, fast_tile<W, fit<2>>, fast_tile<W, fit<4>>, fast_tile<W, fit<8>>,
+  return {fast_many<W>,
+          {fast_tile<W, fit<1>>, fast_tile<W, fit<2>>, fast_tile<W, fit<4>>, fast_tile<W, fit<8>>,
            fast_tile<W, fit<16>>},
           {exact_tile<W, fit<1>>, exact_tile<W, fit<2>>, exact_tile<W, fit<4>>,
            exact_tile<W, fit<8>>, exact_tile<W, fit<16>>},
@@ -166,7 +292,8 @@ template <class W> constexpr Tiles quantised() {
 }
 
 template <class W> constexpr Tiles plain() {
-  return {{},
+  return {nullptr,
+          {},
           {float_tile<W, fit<1>>, float_tile<W, fit<2>>, float_tile<W, fit<4>>,
            float_tile<W, fit<8>>, float_tile<W, fit<16>>},
           plain_row<W>,
@@ -195,25 +322,6 @@ const Tiles& tiles_of(int type) {
   }
 }
 
-// out [rows][16] = the first `rows` activations of a tile x one panel.
-void product(const Matrix& matrix, int panel, const void* acts, bool exact, int rows, float* out) {
-  const Tiles& tiles = tiles_of(matrix.type);
-  const int blocks = ceil_div(matrix.columns, kBlock);
-  const uint8_t* weights = matrix.data + panel * tiles.panel_bytes(blocks);
-  const TileFn* by_rows = exact ? tiles.exact : tiles.fast;
-  for (int row = 0; row < rows;) {
-    int log = 0;
-    const int left = rows - row;
-    while ((2 << log) <= left && (2 << log) <= kMaxRows) ++log;
-    // A larger kernel with idle rows beats two smaller ones if it wastes at most a quarter.
-    if ((1 << log) < left && (2 << log) <= kMaxRows && left * 4 >= (2 << log) * 3) ++log;
-    by_rows[log](weights, blocks, acts, row, out + row * kPanel);
-    row += 1 << log;
-  }
-}
-
-HR_INLINE F silu(F x) { return div(x, add(set1(1.0f), exponential(sub(zero(), x)))); }
-
 // Where a panel, counted over all parts of a linear, lies.
 struct Place {
   const Matrix* matrix;
@@ -229,6 +337,50 @@ Place place_of(const Op& op, int panel) {
   }
   return {op.parts[part], panel, column + panel * kPanel};
 }
+
+const uint8_t* panel_at(const Place& at) {
+  return at.matrix->data + at.panel * panel_bytes(at.matrix->type, at.matrix->columns);
+}
+
+// out [kRowsAtOnce][kPanel] = rows <= kRowsAtOnce activations x one panel.
+void by_tiles(const Place& at, const void* acts, bool exact, int rows, float* out) {
+  const int blocks = ceil_div(at.matrix->columns, kBlock);
+  const int64_t block_bytes = exact ? sizeof(ExactBlock) : sizeof(FastBlock);
+  const uint8_t* weights = panel_at(at);
+  const Tiles& tiles = tiles_of(at.matrix->type);
+  const TileFn* by_rows = exact ? tiles.exact : tiles.fast;
+  for (int row = 0; row < rows;) {
+    const int end = row / kTile * kTile + kTile, left = (rows < end ? rows : end) - row;
+    int log = 0;
+    while ((2 << log) <= left && (2 << log) <= kMaxRows) ++log;
+    // A larger kernel with idle rows beats two smaller ones if it wastes at most a quarter.
+    if ((1 << log) < left && (2 << log) <= kMaxRows && left * 4 >= (2 << log) * 3) ++log;
+    const char* tile = static_cast<const char*>(acts) + row / kTile * blocks * block_bytes;
+    by_rows[log](weights, blocks, tile, row % kTile, out + row * kPanel);
+    row += 1 << log;
+  }
+}
+
+// out [count][kRowsAtOnce][kPanel] = rows <= kRowsAtOnce activations x one or two panels.
+void product(const Place* at, int count, const void* acts, bool exact, int rows, float* out) {
+  if (exact || rows <= kTile) {
+    for (int i = 0; i < count; ++i, out += kRowsAtOnce * kPanel) {
+      by_tiles(at[i], acts, exact, rows, out);
+    }
+    return;
+  }
+  const uint8_t* panels[2] = {panel_at(at[0]), count == 2 ? panel_at(at[1]) : nullptr};
+  const int blocks = ceil_div(at[0].matrix->columns, kBlock);
+  const bool alike = count == 2 && at[1].matrix->type == at[0].matrix->type;
+  const Tiles& tiles = tiles_of(at[0].matrix->type);
+  tiles.many(panels, alike ? 2 : 1, blocks, acts, rows, out);
+  if (count == 2 && !alike) {
+    const Tiles& own = tiles_of(at[1].matrix->type);
+    own.many(panels + 1, 1, blocks, acts, rows, out + kRowsAtOnce * kPanel);
+  }
+}
+
+HR_INLINE F silu(F x) { return div(x, add(set1(1.0f), exponential(sub(zero(), x)))); }
 
 void write_linear(const Op& op, const float* tile, int rows, int columns, float* out, int column) {
   const float* bias = op.bias ? op.bias + column : nullptr;
@@ -279,31 +431,34 @@ void embed(const Work& work) {
 
 void linear(const Work& work) {
   const Op& op = *work.op;
-  const bool exact = op.flags & kExact;
+  const bool exact = op.flags & kExact, gated = op.kind == kGated;
   const int rows = rows_of(op, *work.step), panels = panels_of(op);
   const int group = panels_a_piece(op, work.threads), groups = ceil_div(panels, group);
   const int first_row = work.piece / groups * kRowsAPass, first = work.piece % groups * group;
   const int last_row = rows < first_row + kRowsAPass ? rows : first_row + kRowsAPass;
+  const int last = first + group < panels ? first + group : panels;
   const int blocks = ceil_div(op.parts[0]->columns, kBlock);
   const int64_t block_bytes = exact ? sizeof(ExactBlock) : sizeof(FastBlock);
-  const int width = op.width;
-  for (int panel = first; panel < first + group && panel < panels; ++panel) {
-    const Place at = op.kind == kGated ? Place{op.parts[0], panel, panel * kPanel}
-                                       : place_of(op, panel);
-    const int left = at.matrix->rows - at.panel * kPanel;
-    const int columns = left < kPanel ? left : kPanel;
-    for (int row = first_row; row < last_row; row += kTile) {
-      const int count = last_row - row < kTile ? last_row - row : kTile;
+  alignas(64) float tile[2 * kRowsAtOnce * kPanel];
+  for (int panel = first; panel < last; panel += gated ? 1 : 2) {
+    // Two panels at a time: of gate and up, or neighbours.
+    Place at[2] = {place_of(op, panel), {}};
+    const int count = gated || panel + 1 < last ? 2 : 1;
+    if (count == 2) at[1] = gated ? Place{op.parts[1], panel, 0} : place_of(op, panel + 1);
+    for (int row = first_row; row < last_row; row += kRowsAtOnce) {
+      const int many = last_row - row < kRowsAtOnce ? last_row - row : kRowsAtOnce;
       const char* acts = static_cast<const char*>(op.acts) + row / kTile * blocks * block_bytes;
-      // A kernel may fill idle rows after the last.
-      alignas(64) float tile[kTile * kPanel], other[kTile * kPanel];
-      float* out = op.out + static_cast<int64_t>(row) * width + at.column;
-      product(*at.matrix, at.panel, acts, exact, count, tile);
-      if (op.kind == kGated) {
-        product(*op.parts[1], panel, acts, exact, count, other);
-        write_gated(tile, other, count, columns, out, width);
-      } else {
-        write_linear(op, tile, count, columns, out, at.column);
+      float* out = op.out + static_cast<int64_t>(row) * op.width;
+      product(at, count, acts, exact, many, tile);
+      for (int i = 0; i < (gated ? 1 : count); ++i) {
+        const int left = at[i].matrix->rows - at[i].panel * kPanel;
+        const int columns = left < kPanel ? left : kPanel;
+        const float* own = tile + i * kRowsAtOnce * kPanel;
+        if (gated) {
+          write_gated(own, own + kRowsAtOnce * kPanel, many, columns, out + at[i].column, op.width);
+        } else {
+          write_linear(op, own, many, columns, out + at[i].column, at[i].column);
+        }
       }
     }
   }

@@ -10,6 +10,7 @@ using B = __m256i;  // the same lanes as 4 bytes each
 
 constexpr int L = 8;
 constexpr int kMaxRows = 4;  // rows of activations that one call of a tile kernel takes
+constexpr int kRowsAside = 4;  // rows whose sums two vectors of weights share registers with
 constexpr int kQ8Zero = 0;   // dot4_q8 takes signed weights
 
 HR_INLINE F zero() { return _mm256_setzero_ps(); }
@@ -104,16 +105,21 @@ template <int J> HR_INLINE F q8_to_float(B a) {
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * J), 24));
 }
 
+HR_INLINE B four_times(const int8_t* p) { return _mm256_set1_epi32(four_bytes(p)); }
 // acc + the sum over each lane's 4 bytes of weight (0..127) x activation (signed).
-HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
-  const __m256i pairs = _mm256_maddubs_epi16(weights, _mm256_set1_epi32(four_bytes(activations)));
+HR_INLINE I dot(I acc, B weights, B activations) {
+  const __m256i pairs = _mm256_maddubs_epi16(weights, activations);
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 // The same for signed weights: |w| x (a with the sign of w). Needs a > -128.
+HR_INLINE I dot_q8(I acc, B weights, B activations) {
+  return dot(acc, _mm256_abs_epi8(weights), _mm256_sign_epi8(activations, weights));
+}
+HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
+  return dot(acc, weights, four_times(activations));
+}
 HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
-  const __m256i turned = _mm256_sign_epi8(_mm256_set1_epi32(four_bytes(activations)), weights);
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), turned);
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return dot_q8(acc, weights, four_times(activations));
 }
 
 // Lane i of the result is the sum of the lanes of p[i].

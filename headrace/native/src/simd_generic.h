@@ -15,6 +15,7 @@ typedef int8_t C __attribute__((vector_size(16)));
 
 constexpr int L = 4;
 constexpr int kMaxRows = 4;  // rows of activations that one call of a tile kernel takes
+constexpr int kRowsAside = 4;  // rows whose sums two vectors of weights share registers with
 constexpr int kQ8Zero = 0;   // dot4_q8 takes signed weights
 
 HR_INLINE F zero() { return F{0, 0, 0, 0}; }
@@ -98,14 +99,15 @@ template <int J> HR_INLINE F q8_to_float(B a) {
   return to_float(reinterpret_cast<I>(a << (24 - 8 * J)) >> 24);
 }
 
+HR_INLINE B four_times(const int8_t* p) {
+  const uint32_t four = static_cast<uint32_t>(four_bytes(p));
+  return B{four, four, four, four};
+}
 #if defined(__ARM_FEATURE_DOTPROD)
-HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
+HR_INLINE I dot_q8(I acc, B weights, B activations) {
   return reinterpret_cast<I>(vdotq_s32(reinterpret_cast<int32x4_t>(acc),
                                        reinterpret_cast<int8x16_t>(weights),
-                                       vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(activations)))));
-}
-HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
-  return dot4(acc, weights, activations);
+                                       reinterpret_cast<int8x16_t>(activations)));
 }
 #else
 // Products of bytes fit 16 bits; the two of each lane are then added in 32.
@@ -113,17 +115,19 @@ HR_INLINE I pair_sums(S products) {
   const I both = reinterpret_cast<I>(products);
   return ((both << 16) >> 16) + (both >> 16);
 }
-HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
-  const int32_t four = four_bytes(activations);
-  const S a = reinterpret_cast<S>(I{four, four, four, four});
-  const S w = reinterpret_cast<S>(weights);
+HR_INLINE I dot_q8(I acc, B weights, B activations) {
+  const S a = reinterpret_cast<S>(activations), w = reinterpret_cast<S>(weights);
   return acc + pair_sums(((w << 8) >> 8) * ((a << 8) >> 8)) + pair_sums((w >> 8) * (a >> 8));
 }
+#endif
 // acc + the sum over each lane's 4 bytes of weight (0..127) x activation (signed).
+HR_INLINE I dot(I acc, B weights, B activations) { return dot_q8(acc, weights, activations); }
+HR_INLINE I dot4_q8(I acc, B weights, const int8_t* activations) {
+  return dot_q8(acc, weights, four_times(activations));
+}
 HR_INLINE I dot4(I acc, B weights, const int8_t* activations) {
   return dot4_q8(acc, weights, activations);
 }
-#endif
 
 // Lane i of the result is the sum of the lanes of p[i].
 HR_INLINE F sum_each(const F* p) { return F{sum(p[0]), sum(p[1]), sum(p[2]), sum(p[3])}; }
