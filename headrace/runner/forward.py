@@ -26,6 +26,7 @@ from headrace.backends.cuda.attention import Attention, StepAttention
 from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable, leading_singles
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.ops import CudaOps, Place, Wanted
+from headrace.config import Resolved
 from headrace.engine.protocol import Masks
 from headrace.kernels.launch import compiled, compiling, fetched
 from headrace.messages import StepPlan
@@ -263,8 +264,11 @@ class Forward:
             self.state.compile()
             self.store.compile()
 
-    def prepare_attention(self) -> str:
-        """Plan what the attention of long prompts needs planned -> what was chosen, and why."""
+    def prepare_attention(self) -> Resolved[str]:
+        """Plan what the attention of long prompts needs planned -> what was chosen, and why.
+
+        Raises ConfigError where what was asked for fails.
+        """
         with torch.inference_mode(), self.on_stream():
             return self._attention.prepare(self.store.k[0], self.store.v[0], self.state.tables)
 
