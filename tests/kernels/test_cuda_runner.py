@@ -287,9 +287,11 @@ def test_captures_between_steps_change_nothing(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever runs, is cached or in flight; each size, and each of them again and again."""
+    from headrace.runner import graphs as module
     from headrace.runner.graphs import Graphs
 
     monkeypatch.setattr(Graphs, "_record", repeated)
+    monkeypatch.setattr(module, "OFTEN", 2)
     runner = interpreted(files)
     forward = runner._forward
     graphs, store = forward.graphs, forward.store
@@ -302,7 +304,8 @@ def test_captures_between_steps_change_nothing(
         assert runner.idle()
 
     assert graphs.planned == 4
-    assert share_a_prefix(runner, between) == share_a_prefix(on_the_cpu(files), lambda: None)
+    expected = share_a_prefix(on_the_cpu(files), lambda: None)
+    assert share_a_prefix(runner, between) == expected
 
     kept = [store._all, store.ids, forward.state._all, forward._inputs["eager"]._device]
     before = [tensor.clone() for tensor in kept]
@@ -314,4 +317,12 @@ def test_captures_between_steps_change_nothing(
     assert not runner.idle()
     assert runner.counters()["graphs_captured"] == runner.counters()["graphs_planned"] == 4
     assert all(torch.equal(old, new) for old, new in zip(before, kept, strict=True))
+
+    graphs._graphs.clear()
+    graphs.capture(0)
+    steps = Steps(runner)
+    steps.leaves = [0, 1]
+    assert steps.run() == []
+    assert share_a_prefix(runner, lambda: None) == expected
+    assert set(graphs._graphs) == {("alone", 1), ("alone", 4)}, "what comes a second time"
     runner.close()
