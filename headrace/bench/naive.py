@@ -154,6 +154,10 @@ class NaiveEngine:
     def has_work(self) -> bool:
         return bool(self._live or self._out)
 
+    def idle(self) -> bool:
+        """Nothing is ever put off."""
+        return False
+
     def turn(self) -> dict[int, TokenOut]:
         """What has come since the last turn, by owner. Waits at most `PATIENCE_S` for the first."""
         with contextlib.suppress(queue.Empty):

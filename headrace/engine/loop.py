@@ -134,6 +134,14 @@ class Engine:
             self.registry.compiling.pause()
         self.registry.admit_compiled(self._clock())
 
+    def idle(self) -> bool:
+        """Let the runner do a little of what it put off; False: nothing was left.
+
+        Needs: not `has_work`. Whoever never calls it loses no token.
+        """
+        assert not self.has_work, "idle, but there is work"
+        return self.runner.idle()
+
     def _step_plain(self) -> None:
         if self._launch() and self._finish():
             self._land()

@@ -117,6 +117,13 @@ class Runner(Protocol):
         steps run from a graph. A count never falls and a name never goes. Asked after every turn.
         """
 
+    def idle(self) -> bool:
+        """Do a little of what was put off: at most some 100 ms. False: nothing was left to do.
+
+        Changes: nothing that a later step reads; rows, blocks and tokens stay as they are.
+        Needs: `finish` was called on every ticket.
+        """
+
     def close(self) -> None:
         """Free the device. No ticket may be open."""
 
@@ -192,6 +199,12 @@ class ServingEngine(Protocol):
 
     def turn(self) -> dict[int, TokenOut]:
         """Owner -> what it is told. {} when there is nothing to say."""
+
+    def idle(self) -> bool:
+        """Do a little of what was put off until now; False: nothing was left to do.
+
+        Needs: there is no work. Nobody has to call it.
+        """
 
     def stats(self) -> EngineStats:
         """Gauges and counters at this moment."""

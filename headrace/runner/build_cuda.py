@@ -160,7 +160,12 @@ def build_runner(
     lines = [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),
         ledger.Line("sampler", forward.sampler.size_bytes, f"{WIDE_ROWS} edited rows at a time"),
-        ledger.Line("graphs", room.graphs, f"{forward.graph_count}, reserved from the largest"),
+        ledger.Line(
+            "graphs",
+            room.graphs,
+            f"reserved from the largest for {forward.graphs.planned}; "
+            f"{forward.graphs.planned - forward.graphs.captured} are captured later",
+        ),
         ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
     ]
     capacity = _capacity(model.spec, plan, blocks.value, cost, kernels)
@@ -192,9 +197,9 @@ def _capacity(
 def measure_room(forward: Forward, card: Card) -> Room:
     """Device memory in use now, after the largest step ran, less the trial KV cache."""
     free, total = torch.cuda.mem_get_info(card.index)
-    forward.capture(limit=1)
+    forward.capture(1)
     after, _ = torch.cuda.mem_get_info(card.index)
-    graphs = (free - after) * forward.graph_count
+    graphs = (free - after) * forward.graphs.planned
     return Room(total=total, used=total - free - forward.store.size_bytes, graphs=graphs)
 
 
