@@ -8,7 +8,7 @@ import triton.language as tl
 from headrace.kernels import pdl
 from headrace.kernels.philox import uniform
 from headrace.kernels.truncation import kept_of
-from headrace.kernels.typical import near_of, peak_of, wants_typical
+from headrace.kernels.typical import typical_weights, wants_typical
 from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, slope, unordered, weight
 
 
@@ -35,9 +35,10 @@ def draw_kernel(
     edges,
     rooms,
     edits,
-    all_peaks,
-    means,
+    on_mass,
+    centres,
     limits,
+    lefts,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
@@ -51,8 +52,8 @@ def draw_kernel(
 
     With TRUNCATE `masses` holds the weights above the row's edge and `equals` [draws, chunks]
     counts the tokens on it, of which the first rooms[draw] stay. With TYPICAL, in rows that use
-    typical_p, `masses` and `peaks` are of the tokens that stay after all filters; all_peaks are of
-    all tokens. Instead of a token: -1 where
+    typical_p, `masses` are of the tokens nearer than the limit, against the row's peak; on_mass of
+    those just there, of which the first that reach lefts[draw] stay. Instead of a token: -1 where
     the row holds NaN or +inf, -2 where nothing in it is finite.
     """
     pdl.release(PDL)
@@ -78,14 +79,33 @@ def draw_kernel(
             room_left = tl.zeros_like(chunk)
             typical = temperature < 0.0  # no
             if TYPICAL:
-                all_peak = peak_of(all_peaks, draw, CHUNKS, CHUNKS_PADDED)
-                typical, _, _ = wants_typical(table, edits, device_row, all_peak)
+                typical, _, _ = wants_typical(table, edits, device_row, peak)
+                base = tl.where(typical, peak, base)
             if TRUNCATE:
                 edge, room = tl.load(edges + draw), tl.load(rooms + draw)
                 equal = tl.load(equals + at, mask=real, other=0)
                 room_left = tl.maximum(room - (tl.cumsum(equal, 0) - equal), 0)
                 one = weight(tl.minimum(unordered(edge), base), base, scale)
                 mass += tl.where(typical, 0, tl.minimum(room_left, equal).to(tl.int64) * one)
+            row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
+            on_left = tl.zeros_like(mass)
+            limit = 0
+            if TYPICAL:  # noqa: SIM102 - the compiler knows one of the two
+                if typical:
+                    limit = tl.load(limits + draw)
+                    on = tl.load(on_mass + at, mask=real, other=0)
+                    left = tl.load(lefts + draw) - (tl.cumsum(on, 0) - on)
+                    on_left = tl.minimum(tl.maximum(left, 0), on)
+                    parted = (on_left > 0) & (on_left < on)  # at most one chunk: its ids decide
+                    mass += on_left
+                    if tl.sum(parted.to(tl.int32), 0) > 0:
+                        ids = tl.sum(tl.where(parted, chunk, 0), 0) * CHUNK + tl.arange(0, CHUNK)
+                        z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
+                        inside = typical_weights(
+                            z, peak, scale, edge, tl.sum(tl.where(parted, room_left, 0), 0),
+                            centres + draw * 2, limit, tl.sum(tl.where(parted, on_left, 0), 0),
+                        )  # fmt: skip
+                        mass = tl.where(parted, tl.sum(inside, 0), mass)
             # Float64 in one fixed order of additions: the row's own, whatever the batch.
             factor = tl.exp((base - peak).to(tl.float64) / temperature.to(tl.float64))
             share = mass.to(tl.float64) * factor
@@ -106,17 +126,17 @@ def draw_kernel(
             local = tl.minimum(local, most)
             here_peak = tl.max(tl.where(here, base, NEG_INF), 0)
             here_room = tl.sum(tl.where(here, room_left, 0), 0)
-            row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
             ids = chosen * CHUNK + tl.arange(0, CHUNK)
             z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
-            # Those that typical_p dropped may lie above.
             weights = weight(tl.minimum(z, here_peak), here_peak, scale)
             if TRUNCATE:
                 weights = tl.where(kept_of(ordered(z), edge, here_room), weights, 0)
             if TYPICAL:  # noqa: SIM102 - the compiler knows one of the two
                 if typical:
-                    near = near_of(z, ids, all_peak, temperature, means + draw, limits + draw * 2)
-                    weights = tl.where(near, weights, 0)
+                    weights = typical_weights(
+                        z, peak, scale, edge, here_room, centres + draw * 2, limit,
+                        tl.sum(tl.where(here, on_left, 0), 0),
+                    )  # fmt: skip
             token = _first_over(ids, weights, local, VOCAB)
     tl.store(tokens + draw, tl.where(fine, token, tl.where(peak > NEG_INF, -1, -2)))
     tl.store(last + device_row, tl.where(fine, token, 0))

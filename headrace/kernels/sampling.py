@@ -2,7 +2,7 @@
 temperature, top_k, top_p, min_p, then one inverse CDF a row with a counter-based uniform number.
 
 Nothing here waits for the device, sorts a vocabulary or depends on a value on the host, so a call
-can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full", 9 for
+can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full", 13 for
 "typical".
 
 What is promised: a row's token depends on that row alone, bit by bit: not on the number of draws,
@@ -26,7 +26,15 @@ from headrace.kernels.draw import draw_kernel
 from headrace.kernels.draw_params import KINDS, WIDTH, Kind
 from headrace.kernels.launch import launch
 from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
-from headrace.kernels.typical import near_kernel, settle_kernel, typical_kernel
+from headrace.kernels.typical import (
+    PIVOTS,
+    centre_kernel,
+    collect_kernel,
+    narrow_kernel,
+    near_kernel,
+    settle_kernel,
+    typical_kernel,
+)
 
 CHUNK = 4096  # logits a program: 38 programs for one row of 152064
 SAMPLE = 1024  # logits that say where an edge should lie
@@ -56,10 +64,15 @@ class Scratch:
     rooms: Tensor  # [draws] int32
     candidates: Tensor  # [draws, room] int32
     kept_mass: Tensor  # [draws, chunks] int64; from here on for "typical"
-    kept_moment: Tensor  # [draws, chunks] int64
-    means: Tensor  # [draws] float64
-    limits: Tensor  # [draws, 2] int32
-    new_peaks: Tensor  # [draws, chunks] float32
+    moments: Tensor  # [3, draws, chunks] float64
+    spans: Tensor  # [draws, 3] int32
+    centres: Tensor  # [draws, 2] float32
+    pivots: Tensor  # [2, draws, 8] float32
+    near: Tensor  # [2, draws, chunks, 8] float32
+    below_mass: Tensor  # [draws, chunks] int64
+    limits: Tensor  # [draws] int32
+    lefts: Tensor  # [draws] int64
+    on_mass: Tensor  # [draws, chunks] int64
 
     @classmethod
     def allocate(
@@ -95,10 +108,15 @@ class Scratch:
             empty(draws),
             empty(draws, min(candidates, triton.next_power_of_2(vocab))),
             empty(draws, chunks, dtype=torch.int64),
+            empty(3, draws, chunks, dtype=torch.float64),
+            empty(draws, 3),
+            empty(draws, 2, dtype=torch.float32),
+            empty(2, draws, PIVOTS.value, dtype=torch.float32),
+            empty(2, draws, chunks, PIVOTS.value, dtype=torch.float32),
             empty(draws, chunks, dtype=torch.int64),
-            empty(draws, dtype=torch.float64),
-            empty(draws, 2),
-            empty(draws, chunks, dtype=torch.float32),
+            empty(draws),
+            empty(draws, dtype=torch.int64),
+            empty(draws, chunks, dtype=torch.int64),
         )
 
 
@@ -147,17 +165,17 @@ def sample(
         logits, sources, params, draw_rows, scratch.peaks, scratch.firsts, scratch.masses,
         CHUNK=scratch.chunk, WEIGH=weigh, num_warps=8, **common,
     )  # fmt: skip
-    peaks = scratch.peaks
     if truncate:
-        _truncate((logits, sources, params, draw_rows, peaks), draws, scratch, common)
+        _truncate((logits, sources, params, draw_rows, scratch.peaks), draws, scratch, common)
     if kind == "typical":
         assert edits is not None, "typical_p stands in `edits`"
-        _keep_typical((logits, params, edits, draw_rows, peaks), draws, scratch, common)
-        peaks = scratch.new_peaks
+        _keep_typical((logits, params, edits, draw_rows, scratch.peaks), draws, scratch, common)
     launch(draw_kernel, (draws,),
         logits, sources, params, positions, draw_tokens, draw_rows, last, tokens,
-        peaks, scratch.firsts, scratch.masses, scratch.equals, scratch.edges, scratch.rooms,
-        params if edits is None else edits, scratch.peaks, scratch.means, scratch.limits,
+        scratch.peaks, scratch.firsts, scratch.masses,
+        scratch.equals, scratch.edges, scratch.rooms,
+        params if edits is None else edits,
+        scratch.on_mass, scratch.centres, scratch.limits, scratch.lefts,
         CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
         WEIGH=weigh, TRUNCATE=truncate, TYPICAL=kind == "typical",
         num_warps=8 if weigh else 1, **common,
@@ -196,18 +214,30 @@ def _keep_typical(
     assert inputs[0].dtype == torch.float32, "typical_p needs float32 logits"
     assert inputs[0].shape[0] >= draws, "typical_p needs a row of logits for each draw"
     chunks = at.peaks.shape[1]
-    padded, room = triton.next_power_of_2(chunks), at.candidates.shape[1]
+    room = at.candidates.shape[1]
+    common = {"CHUNKS_PADDED": triton.next_power_of_2(chunks), **common}
+    spread: dict[str, Any] = {"CHUNK": at.chunk, "num_warps": 8, **common}
     launch(settle_kernel, (chunks, draws),
         *inputs, at.equals, at.edges, at.rooms, at.counts, at.candidates,
-        at.kept_mass, at.kept_moment,
-        CHUNKS_PADDED=padded, CHUNK=at.chunk, ROOM=room, num_warps=8, **common,
+        at.kept_mass, at.moments, at.spans, ROOM=room, **spread,
+    )  # fmt: skip
+    launch(centre_kernel, (draws,),
+        *inputs, at.moments, at.centres, at.pivots, num_warps=1, **common,
+    )  # fmt: skip
+    known = (at.edges, at.counts, at.kept_mass, at.centres)
+    for again in (False, True):
+        launch(narrow_kernel, (chunks, draws),
+            *inputs, *known, at.pivots, at.near, ROOM=room, AGAIN=again, **spread,
+        )  # fmt: skip
+    launch(collect_kernel, (chunks, draws),
+        *inputs, *known, at.pivots, at.near, at.candidates, at.spans, at.below_mass,
+        ROOM=room, **spread,
     )  # fmt: skip
     launch(typical_kernel, (draws,),
-        *inputs, at.counts, at.candidates.view(torch.float32),
-        at.kept_mass, at.kept_moment, at.means, at.limits,
-        CHUNKS_PADDED=padded, ROOM=room, num_warps=16, **common,
+        *inputs, *known, at.candidates.view(torch.float32), at.spans, at.below_mass,
+        at.limits, at.lefts, ROOM=room, num_warps=8, **common,
     )  # fmt: skip
     launch(near_kernel, (chunks, draws),
-        *inputs, at.equals, at.edges, at.rooms, at.means, at.limits, at.new_peaks, at.masses,
-        CHUNKS_PADDED=padded, CHUNK=at.chunk, num_warps=8, **common,
+        *inputs, at.equals, at.edges, at.rooms, at.centres, at.limits, at.masses, at.on_mass,
+        **spread,
     )  # fmt: skip

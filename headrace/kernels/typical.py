@@ -1,9 +1,15 @@
 """typical_p: tokens whose surprise is nearest to the entropy stay, until they weigh enough.
 
-The surprise of a token is x + log(total) with x = (peak - z) / T, the entropy the mean of that, so
-a token's distance is |x - mean of x|. The distance where the kept ones end is searched on integers
-(the bits of a float32 >= 0), as the edges in `truncation` are; weights and the sum behind the mean
-are integers too, so a row's edge does not depend on how the work is cut.
+The surprise of a token is (peak - z) / T + log(total) and the entropy the mean of that, so a
+token's place in the order is its distance |z - centre| from the weighted mean of the logits. The
+largest distance that stays is searched among integers, the bits of a float32 >= 0, and what lies
+within it is an integer sum of weights: a row's tokens do not depend on how the work is cut.
+
+Every read of a whole row is spread over its chunks. Two passes weigh (in float32, with the error
+accounted for) what lies within eight distances each; a third gathers the tokens of the bracket
+that is left, and one program a row finishes among those. Rows that earlier filters left few tokens
+of have them gathered at once. Should a bracket hold more than there is room for, of more than one
+distance, one program searches the whole row: slower, and the same answer.
 """
 
 from __future__ import annotations
@@ -14,28 +20,27 @@ import triton.language as tl
 from headrace.kernels import pdl
 from headrace.kernels.edit import double
 from headrace.kernels.edit_params import TYPICAL, WIDTH
-from headrace.kernels.truncation import BLOCK, PIVOTS, kept_of
-from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, slope, weight
+from headrace.kernels.truncation import KEEP_ALL, kept_of
+from headrace.kernels.weights import COLUMNS, NEG_INF, ONE, ordered, slope, weight
 
-FARTHEST = tl.constexpr(0x42800000)  # the bits of 64.0: what weighs anything is nearer
-
-
-@triton.jit
-def distance_of(z, peak, temperature, mean):
-    """int32 in the order of |x - mean|."""
-    finite = z > NEG_INF
-    x = (peak - tl.where(finite, z, peak)).to(tl.float64) / temperature.to(tl.float64)
-    far = tl.abs(x - mean).to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.where(finite, tl.minimum(far, FARTHEST), FARTHEST)
+PIVOTS = tl.constexpr(8)  # distances weighed in one pass
+BLOCK = tl.constexpr(1024)  # candidates or logits that the last search handles at a time
+FARTHEST = tl.constexpr(0x7F7FFFFF)  # the bits of the largest float32
+SLACK = tl.constexpr(4e-6)  # of a row's weight: more than float32 sums of chunks are off
+LIGHTEST = tl.constexpr(28.5)  # (peak - z) / T of whatever weighs anything is less: 41 log 2
 
 
 @triton.jit
-def near_of(z, ids, peak, temperature, mean_at, limit_at):
-    """Which tokens typical_p keeps, of those that weigh anything."""
-    distance = distance_of(z, peak, temperature, tl.load(mean_at))
-    farthest, first_out = tl.load(limit_at), tl.load(limit_at + 1)
-    near = (distance < farthest) | ((distance == farthest) & (ids < first_out))
-    return near & (weight(z, peak, slope(temperature)) > 0)
+def distance_of(z, centre_at):
+    """float32 |z - centre|, the centre being two floats; of -inf the largest."""
+    far = tl.abs((z - tl.load(centre_at)) - tl.load(centre_at + 1))
+    return tl.where(z > NEG_INF, tl.minimum(far, 3.4028234663852886e38), 3.4028234663852886e38)
+
+
+@triton.jit
+def key_of(distance):
+    """int32 in the order of distances."""
+    return distance.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -45,12 +50,45 @@ def peak_of(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
 
 
 @triton.jit
+def row_sum(parts, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+    """Of parts [draws, CHUNKS] int64."""
+    chunk = tl.arange(0, CHUNKS_PADDED)
+    return tl.sum(tl.load(parts + draw * CHUNKS + chunk, mask=chunk < CHUNKS, other=0), 0)
+
+
+@triton.jit
 def wants_typical(table, edits, row, peak):
     """(whether the row's typical tokens are wanted, temperature, p)."""
     temperature = tl.load(table + row * 8).to(tl.float32, bitcast=True)
     p = double(edits + row * WIDTH + TYPICAL)
     wanted = (temperature > 0.0) & (p < 1.0) & (peak > NEG_INF) & (peak < float("inf"))
     return wanted, temperature, p
+
+
+@triton.jit
+def typical_weights(z, peak, scale, edge, room, centre_at, limit, on_left):
+    """int64 weights of a chunk's tokens, 0 of those that go; see `near_kernel`.
+
+    room: tokens on the edge of earlier filters that stay in this chunk; on_left: what its tokens
+    just at the limit must reach.
+    """
+    value = weight(tl.where(kept_of(ordered(z), edge, room), z, NEG_INF), peak, scale)
+    keys = key_of(distance_of(z, centre_at))
+    on = tl.where(keys == limit, value, 0)
+    before = tl.cumsum(on, 0) - on
+    return tl.where(keys < limit, value, 0) + tl.where(before < on_left, on, 0)
+
+
+@triton.jit
+def _is_listed(edge, count, top_k, ROOM: tl.constexpr):
+    """Whether settle's list holds all tokens of the row that stay so far."""
+    return (edge > KEEP_ALL) & (((top_k > 0) & (top_k <= ROOM)) | (count <= ROOM))
+
+
+@triton.jit
+def _least(p, total):
+    """The weight that typical tokens reach, of int64 `total` > 0."""
+    return tl.minimum(tl.maximum(tl.ceil(p * total.to(tl.float64)).to(tl.int64), 1), total)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -66,7 +104,8 @@ def settle_kernel(
     counts,
     candidates,
     kept_mass,
-    kept_moment,
+    moments,
+    spans,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
@@ -74,11 +113,12 @@ def settle_kernel(
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, draws). Tokens that earlier filters left go to candidates [draws, ROOM] (bits
-    of their logits, in no fixed order, counted in counts[0]). Where ROOM may not hold them the
-    others become -inf in `wide`, which is searched then.
+    """Grid (chunks, draws). Where earlier filters dropped tokens, those that they left go to
+    candidates [draws, ROOM] (bits of their logits, in no fixed order, counted in counts[0]); where
+    ROOM may not hold them the others become -inf in `wide`, which is searched then.
 
-    kept_mass, kept_moment [draws, chunks] int64: their weights, and weights times x.
+    kept_mass [draws, chunks] int64: their weights. moments [3, draws, chunks] float64: sums of w,
+    w y and w y y with y = peak - z. spans [draws, 3] int32 starts as (0, FARTHEST, -1).
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -87,82 +127,283 @@ def settle_kernel(
     peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
     device_row = tl.load(draw_rows + draw)
     wanted, temperature, _ = wants_typical(table, edits, device_row, peak)
-    edge, room = tl.load(edges + draw), tl.load(rooms + draw)
     if wanted:
+        if chunk == 0:
+            tl.store(spans + draw * 3, 0)
+            tl.store(spans + draw * 3 + 1, FARTHEST)
+            tl.store(spans + draw * 3 + 2, -1)
+        edge = tl.load(edges + draw)
         top_k = tl.load(table + device_row * 8 + 1)
-        few = (top_k > 0) & (top_k <= ROOM)
-        total, moments = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        few = (edge > KEEP_ALL) & (top_k > 0) & (top_k <= ROOM)
+        total = tl.zeros((), tl.int64)
+        m0, m1, m2 = tl.zeros((), tl.float64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
         if (ordered(tl.load(peaks + at)) >= edge) | (few == 0):
-            each = tl.arange(0, CHUNKS_PADDED)
-            before = tl.load(equals + draw * CHUNKS + each, mask=each < chunk, other=0)
+            scale = slope(temperature)
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             row = wide + draw.to(tl.int64) * VOCAB
             z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
-            kept = kept_of(ordered(z), edge, room - tl.sum(before, 0))
-            tl.store(row + ids, NEG_INF, mask=(ids < VOCAB) & (kept == 0) & (few == 0))
-            mass = tl.where(kept, weight(z, peak, slope(temperature)), 0)
-            weighs = mass > 0
-            x = (peak - tl.where(weighs, z, peak)).to(tl.float64) / temperature.to(tl.float64)
-            total = tl.sum(mass, 0)
-            moments = tl.sum((mass.to(tl.float64) * x + 0.5).to(tl.int64), 0)
-            rank = tl.cumsum(weighs.to(tl.int32), 0)
-            place = rank - 1 + tl.atomic_add(counts + draw * 2, tl.sum(weighs.to(tl.int32), 0))
-            mine = candidates + draw.to(tl.int64) * ROOM
-            tl.store(mine + place, z.to(tl.int32, bitcast=True), mask=weighs & (place < ROOM))
+            if edge > KEEP_ALL:
+                each = tl.arange(0, CHUNKS_PADDED)
+                before = tl.load(equals + draw * CHUNKS + each, mask=each < chunk, other=0)
+                room = tl.load(rooms + draw) - tl.sum(before, 0)
+                kept = kept_of(ordered(z), edge, room)
+                tl.store(row + ids, NEG_INF, mask=(ids < VOCAB) & (kept == 0) & (few == 0))
+                z = tl.where(kept, z, NEG_INF)
+                weighs = weight(z, peak, scale) > 0
+                number = tl.sum(weighs.to(tl.int32), 0)
+                if number > 0:
+                    rank = tl.cumsum(weighs.to(tl.int32), 0)
+                    place = rank - 1 + tl.atomic_add(counts + draw * 2, number)
+                    mine = candidates + draw.to(tl.int64) * ROOM
+                    bits = z.to(tl.int32, bitcast=True)
+                    tl.store(mine + place, bits, mask=weighs & (place < ROOM))
+            total = tl.sum(weight(z, peak, scale), 0)
+            y = tl.where(z > NEG_INF, peak - z, 0.0)
+            w = tl.where(z > NEG_INF, tl.exp2(-y * scale), 0.0).to(tl.float64)
+            # A logit too far away to weigh must not become 0 * inf.
+            wy = tl.where(w > 0.0, w * y.to(tl.float64), 0.0)
+            m0, m1 = tl.sum(w, 0), tl.sum(wy, 0)
+            m2 = tl.sum(tl.where(w > 0.0, wy * y.to(tl.float64), 0.0), 0)
         tl.store(kept_mass + at, total)
-        tl.store(kept_moment + at, moments)
+        stride = tl.num_programs(1) * CHUNKS
+        tl.store(moments + at, m0)
+        tl.store(moments + stride + at, m1)
+        tl.store(moments + 2 * stride + at, m2)
+
+
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
+def centre_kernel(
+    wide,
+    table,
+    edits,
+    draw_rows,
+    peaks,
+    moments,
+    centres,
+    pivots,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (draws,). centres [draws, 2] float32: the weighted mean of the logits and what it lacks.
+    pivots [2, draws, PIVOTS] float32: the first distances to weigh, rising: around what it would
+    be if surprises were normally distributed, and the bound of Chebyshev's inequality.
+    """
+    pdl.release(PDL)
+    pdl.wait(PDL)
+    draw = tl.program_id(0)
+    peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    wanted, _, p = wants_typical(table, edits, tl.load(draw_rows + draw), peak)
+    if wanted:
+        stride = tl.num_programs(0) * CHUNKS
+        chunk = tl.arange(0, CHUNKS_PADDED)
+        mine, real = moments + draw * CHUNKS + chunk, chunk < CHUNKS
+        m0 = tl.sum(tl.load(mine, mask=real, other=0.0), 0)
+        m1 = tl.sum(tl.load(mine + stride, mask=real, other=0.0), 0) / m0
+        m2 = tl.sum(tl.load(mine + 2 * stride, mask=real, other=0.0), 0) / m0
+        centre = peak.to(tl.float64) - m1
+        high = centre.to(tl.float32)
+        tl.store(centres + draw * 2, high)
+        tl.store(centres + draw * 2 + 1, (centre - high.to(tl.float64)).to(tl.float32))
+        sigma = tl.sqrt(tl.maximum(m2 - m1 * m1, 0.0))
+        # Winitzki's approximation of the inverse error function.
+        p = tl.minimum(tl.maximum(p, 1e-3), 1.0 - 1e-12)
+        log = tl.log(1.0 - p * p)
+        half = 4.330746750799873 + log / 2.0  # 2 / (0.147 pi)
+        guess = sigma * tl.sqrt(2.0 * (tl.sqrt(half * half - log / 0.147) - half))
+        i = tl.arange(0, PIVOTS)
+        factor = tl.where(i == 0, 0.1, tl.where(i == 1, 0.45, tl.where(i == 2, 0.8, 0.95)))
+        factor = tl.where(i == 4, 1.05, tl.where(i == 5, 1.25, tl.where(i == 6, 1.8, factor)))
+        bound = 1.01 * sigma / tl.sqrt(1.0 - p)
+        tried = tl.where(i == PIVOTS - 1, tl.maximum(bound, 1.8 * guess), factor * guess)
+        tried = tl.minimum(tried, 3.4028234663852886e38).to(tl.float32)
+        tl.store(pivots + draw * PIVOTS + i, tried)
 
 
 @triton.jit
-def _measure(source, begin, end, pivots, peak, scale, temperature, mean):
-    """What source[begin:end] (logits) weighs within each distance: int64 [pivots]."""
+def _narrowed(
+    low, high, near, pivots, draw, wanted, slack, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr
+):
+    """(low, high]: where the distance must be, after what near [draws, chunks, PIVOTS] says."""
+    chunk, i = tl.arange(0, CHUNKS_PADDED), tl.arange(0, PIVOTS)
+    parts = near + (draw * CHUNKS + chunk[:, None]) * PIVOTS + i[None, :]
+    part = tl.load(parts, mask=chunk[:, None] < CHUNKS, other=0.0)
+    mass = tl.sum(part.to(tl.float64), 0)
+    pivot = tl.load(pivots + draw * PIVOTS + i)
+    low = tl.maximum(low, tl.max(tl.where(mass < wanted - slack, pivot, -1.0), 0))
+    high = tl.minimum(high, tl.min(tl.where(mass > wanted + slack, pivot, high), 0))
+    return low, high
+
+
+@triton.jit
+def _widest(centre_at, peak, temperature):
+    """No token that weighs anything is farther from the centre than that, float32."""
+    above = peak.to(tl.float64) - tl.load(centre_at).to(tl.float64)
+    above -= tl.load(centre_at + 1).to(tl.float64)
+    below = LIGHTEST * temperature.to(tl.float64) - above
+    farthest = tl.maximum(above, below) * 1.0001 + 1e-30
+    return tl.minimum(farthest, 3.4028234663852886e38).to(tl.float32)
+
+
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
+def narrow_kernel(
+    wide,
+    table,
+    edits,
+    draw_rows,
+    peaks,
+    edges,
+    counts,
+    kept_mass,
+    centres,
+    pivots,
+    near,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROOM: tl.constexpr,
+    AGAIN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (chunks, draws). near [2, draws, chunks, PIVOTS] float32: what lies within each pivot,
+    the peak weighing 1. AGAIN: the second time, with pivots that part what the first time left.
+    """
+    pdl.release(PDL)
+    pdl.wait(PDL)
+    chunk, draw = tl.program_id(0), tl.program_id(1)
+    peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    device_row = tl.load(draw_rows + draw)
+    wanted, temperature, p = wants_typical(table, edits, device_row, peak)
+    top_k = tl.load(table + device_row * 8 + 1)
+    listed = _is_listed(tl.load(edges + draw), tl.load(counts + draw * 2), top_k, ROOM)
+    if wanted & (listed == 0):
+        draws = tl.num_programs(1)
+        i = tl.arange(0, PIVOTS)
+        if AGAIN:
+            total = row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED)
+            target = _least(p, total).to(tl.float64) / ONE
+            slack = total.to(tl.float64) * (SLACK / ONE)
+            low, high = _narrowed(
+                -1.0, _widest(centres + draw * 2, peak, temperature), near, pivots, draw,
+                target, slack, CHUNKS, CHUNKS_PADDED,
+            )  # fmt: skip
+            low = tl.maximum(low, 0.0)
+            pivot = low + (high - low) * ((i + 1).to(tl.float32) / (PIVOTS + 1))
+            pivots += draws * PIVOTS
+            near += draws.to(tl.int64) * CHUNKS * PIVOTS
+            tl.store(pivots + draw * PIVOTS + i, pivot, mask=(i >= 0) & (chunk == 0))
+        else:
+            pivot = tl.load(pivots + draw * PIVOTS + i)
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        row = wide + draw.to(tl.int64) * VOCAB
+        z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
+        y = tl.where(z > NEG_INF, peak - z, 0.0)
+        w = tl.where(z > NEG_INF, tl.exp2(-y * slope(temperature)), 0.0)
+        distance = distance_of(z, centres + draw * 2)
+        within = tl.where(distance[None, :] <= pivot[:, None], w[None, :], 0.0)
+        tl.store(near + (draw * CHUNKS + chunk) * PIVOTS + i, tl.sum(within, 1))
+
+
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
+def collect_kernel(
+    wide,
+    table,
+    edits,
+    draw_rows,
+    peaks,
+    edges,
+    counts,
+    kept_mass,
+    centres,
+    pivots,
+    near,
+    candidates,
+    spans,
+    below_mass,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROOM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (chunks, draws). Of the tokens in the bracket that is left: their logits to candidates;
+    spans: how many, and the least and largest key of their distances. below_mass [draws, chunks]
+    int64: what is nearer than the bracket.
+    """
+    pdl.release(PDL)
+    pdl.wait(PDL)
+    chunk, draw = tl.program_id(0), tl.program_id(1)
+    peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    device_row = tl.load(draw_rows + draw)
+    wanted, temperature, p = wants_typical(table, edits, device_row, peak)
+    top_k = tl.load(table + device_row * 8 + 1)
+    listed = _is_listed(tl.load(edges + draw), tl.load(counts + draw * 2), top_k, ROOM)
+    if wanted & (listed == 0):
+        draws = tl.num_programs(1)
+        total = row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED)
+        target = _least(p, total).to(tl.float64) / ONE
+        slack = total.to(tl.float64) * (SLACK / ONE)
+        low, high = _narrowed(
+            -1.0, _widest(centres + draw * 2, peak, temperature), near, pivots, draw,
+            target, slack, CHUNKS, CHUNKS_PADDED,
+        )  # fmt: skip
+        low, high = _narrowed(
+            low, high, near + draws.to(tl.int64) * CHUNKS * PIVOTS, pivots + draws * PIVOTS, draw,
+            target, slack, CHUNKS, CHUNKS_PADDED,
+        )  # fmt: skip
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        row = wide + draw.to(tl.int64) * VOCAB
+        z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
+        distance = distance_of(z, centres + draw * 2)
+        value = weight(z, peak, slope(temperature))
+        tl.store(below_mass + draw * CHUNKS + chunk, tl.sum(tl.where(distance <= low, value, 0), 0))
+        inside = (distance > low) & (distance <= high) & (value > 0)
+        number = tl.sum(inside.to(tl.int32), 0)
+        if number > 0:
+            keys = key_of(distance)
+            tl.atomic_min(spans + draw * 3 + 1, tl.min(tl.where(inside, keys, FARTHEST), 0))
+            tl.atomic_max(spans + draw * 3 + 2, tl.max(tl.where(inside, keys, -1), 0))
+            place = tl.cumsum(inside.to(tl.int32), 0) - 1 + tl.atomic_add(spans + draw * 3, number)
+            mine = candidates + draw.to(tl.int64) * ROOM
+            bits = z.to(tl.int32, bitcast=True)
+            tl.store(mine + place, bits, mask=inside & (place < ROOM))
+
+
+@triton.jit
+def _measure(source, n, pivots, peak, scale, centre_at):
+    """What source[:n] (logits) weighs within each distance, by key: int64 [pivots]."""
     found = tl.zeros((pivots.shape[0], BLOCK), tl.int64)
-    start = begin
-    while start < end:
-        for _ in tl.static_range(2):  # loads in flight together
-            at = start + tl.arange(0, BLOCK)
-            z = tl.load(source + at, mask=at < end, other=NEG_INF)
-            value = weight(z, peak, scale)
-            near = distance_of(z, peak, temperature, mean)[None, :] <= pivots[:, None]
-            found += tl.where(near, value[None, :], 0)
-            start += BLOCK
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        z = tl.load(source + at, mask=at < n, other=NEG_INF)
+        value = weight(z, peak, scale)
+        within = key_of(distance_of(z, centre_at))[None, :] <= pivots[:, None]
+        found += tl.where(within, value[None, :], 0)
     return tl.sum(found, 1)
 
 
 @triton.jit
-def _farthest(source, n, wanted, peak, scale, temperature, mean):
-    """The least distance within which source[:n] weighs `wanted` or more."""
-    low, high = tl.zeros((), tl.int32), tl.full((), FARTHEST, tl.int32)
+def _search(source, n, low, high, base, least, peak, scale, centre_at):
+    """(key, below, upto): the least key in [low, high] with base + measure(key) >= least (or high),
+    what is nearer than that and what lies within it, int64.
+    """
     step = tl.arange(0, PIVOTS)
     while low < high:
-        width = high - low
-        pivots = low + (width.to(tl.int64) * step // PIVOTS).to(tl.int32)  # low first, below high
-        found = _measure(source, 0, n, pivots, peak, scale, temperature, mean)
-        short = tl.sum((found < wanted).to(tl.int32), 0)  # the lowest pivots
+        width = (high - low).to(tl.int64)
+        pivots = low + (width * step // PIVOTS).to(tl.int32)  # low first, below high
+        found = base + _measure(source, n, pivots, peak, scale, centre_at)
+        short = tl.sum((found < least).to(tl.int32), 0)  # the lowest pivots
         if short < PIVOTS:
-            high = low + (width.to(tl.int64) * short // PIVOTS).to(tl.int32)
+            high = low + (width * short // PIVOTS).to(tl.int32)
         if short > 0:
-            low += (width.to(tl.int64) * (short - 1) // PIVOTS).to(tl.int32) + 1
-    return low
-
-
-@triton.jit
-def _edge(source, n, wanted, peak, scale, temperature, mean):
-    """(that distance, what is nearer, what is just there)."""
-    distance = _farthest(source, n, wanted, peak, scale, temperature, mean)
-    one = distance - 1 + tl.zeros((1,), tl.int32)
-    below = tl.sum(_measure(source, 0, n, one, peak, scale, temperature, mean), 0)
-    upto = tl.sum(_measure(source, 0, n, one + 1, peak, scale, temperature, mean), 0)
-    return distance, below, upto - below
-
-
-@triton.jit
-def _on(source, begin, end, distance, peak, scale, temperature, mean):
-    """What lies exactly at a distance: weight, int64."""
-    one = distance + tl.zeros((1,), tl.int32)
-    upto = _measure(source, begin, end, one, peak, scale, temperature, mean)
-    below = _measure(source, begin, end, one - 1, peak, scale, temperature, mean)
-    return tl.sum(upto - below, 0)
+            low += (width * (short - 1) // PIVOTS).to(tl.int32) + 1
+    pair = low - 1 + tl.arange(0, 2)
+    found = base + _measure(source, n, pair, peak, scale, centre_at)
+    below = tl.sum(tl.where(tl.arange(0, 2) == 0, found, 0), 0)
+    return low, below, tl.sum(found, 0) - below
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -172,23 +413,23 @@ def typical_kernel(
     edits,
     draw_rows,
     peaks,
+    edges,
     counts,
-    candidates,
     kept_mass,
-    kept_moment,
-    means,
+    centres,
+    candidates,
+    spans,
+    below_mass,
     limits,
+    lefts,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (draws,). means [draws] float64; limits [draws, 2] int32: the distance of the last token
-    that stays, and the id from which on tokens at just that distance go.
-
-    Those that earlier filters dropped may still be in `wide`: of equal logits the ones with the
-    highest ids, so they come behind the ones that stay.
+    """Grid (draws,). limits [draws] int32: the key of the last distance that stays. lefts [draws]
+    int64: what tokens at just that distance, lowest ids first, must reach.
 
     candidates [draws, ROOM] float32.
     """
@@ -196,39 +437,33 @@ def typical_kernel(
     pdl.wait(PDL)
     draw = tl.program_id(0)
     peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
-    wanted, temperature, p = wants_typical(table, edits, tl.load(draw_rows + draw), peak)
+    device_row = tl.load(draw_rows + draw)
+    wanted, temperature, p = wants_typical(table, edits, device_row, peak)
     if wanted:
-        each = tl.arange(0, CHUNKS_PADDED)
-        at = draw * CHUNKS + each
-        total = tl.sum(tl.load(kept_mass + at, mask=each < CHUNKS, other=0), 0)
-        moment = tl.sum(tl.load(kept_moment + at, mask=each < CHUNKS, other=0), 0)
-        mean = moment.to(tl.float64) / tl.maximum(total, 1).to(tl.float64)
-        least = tl.ceil(p * total.to(tl.float64)).to(tl.int64)
-        least = tl.minimum(tl.maximum(least, 1), total)
+        centre_at = centres + draw * 2
+        least = _least(p, row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED))
         scale = slope(temperature)
-        row = wide + draw.to(tl.int64) * VOCAB
+        top_k = tl.load(table + device_row * 8 + 1)
         n = tl.load(counts + draw * 2)
-        distance, below, on = 0, total * 0, total * 0
-        if n <= ROOM:
+        low, high = tl.zeros((), tl.int32), tl.full((), FARTHEST, tl.int32)
+        base = tl.zeros((), tl.int64)
+        if _is_listed(tl.load(edges + draw), n, top_k, ROOM) == 0:
+            n = tl.load(spans + draw * 3)
+            low, high = tl.load(spans + draw * 3 + 1), tl.load(spans + draw * 3 + 2)
+            base = row_sum(below_mass, draw, CHUNKS, CHUNKS_PADDED)
+        key, below, fits = low, base, low == high
+        if (n <= ROOM) & (low < high):
             mine = candidates + draw.to(tl.int64) * ROOM
-            distance, below, on = _edge(mine, n, least, peak, scale, temperature, mean)
-        else:
-            distance, below, on = _edge(row, VOCAB, least, peak, scale, temperature, mean)
-        # Of several at that distance the lowest ids stay: the first id that is enough, halving.
-        low, high = tl.zeros((), tl.int32), tl.full((), VOCAB, tl.int32)
-        left = least - below
-        if left < on:
-            while high - low > 1:
-                middle = (low + high) // 2
-                here = _on(row, low, middle, distance, peak, scale, temperature, mean)
-                if here >= left:
-                    high = middle
-                else:
-                    low = middle
-                    left -= here
-        tl.store(means + draw, mean)
-        tl.store(limits + draw * 2, distance)
-        tl.store(limits + draw * 2 + 1, high)
+            key, below, upto = _search(mine, n, low, high, base, least, peak, scale, centre_at)
+            fits = (below < least) & (upto >= least)
+        if fits == 0:
+            low, high = tl.zeros((), tl.int32), tl.full((), FARTHEST, tl.int32)
+            key, below, _ = _search(
+                wide + draw.to(tl.int64) * VOCAB, VOCAB, low, high, base * 0, least, peak, scale,
+                centre_at,
+            )  # fmt: skip
+        tl.store(limits + draw, key)
+        tl.store(lefts + draw, least - below)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -241,18 +476,18 @@ def near_kernel(
     equals,
     edges,
     rooms,
-    means,
+    centres,
     limits,
-    new_peaks,
     masses,
+    on_mass,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, draws). masses becomes the weight of the tokens that stay after all filters,
-    new_peaks [draws, chunks] their largest logit; of rows without typical_p the peaks as they were.
+    """Grid (chunks, draws). Of rows with typical_p, against the row's peak, [draws, chunks] int64:
+    masses become the weight of the tokens nearer than the limit, on_mass of those just there.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -260,20 +495,21 @@ def near_kernel(
     at = draw * CHUNKS + chunk
     peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
     wanted, temperature, _ = wants_typical(table, edits, tl.load(draw_rows + draw), peak)
-    own_peak, edge = tl.load(peaks + at), tl.load(edges + draw)
     if wanted:
-        mass = tl.zeros((), tl.int64)
-        if ordered(own_peak) >= edge:
-            each = tl.arange(0, CHUNKS_PADDED)
-            before = tl.load(equals + draw * CHUNKS + each, mask=each < chunk, other=0)
-            room = tl.load(rooms + draw) - tl.sum(before, 0)
+        edge = tl.load(edges + draw)
+        mass, on = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        if ordered(tl.load(peaks + at)) >= edge:
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             row = wide + draw.to(tl.int64) * VOCAB
             z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
-            near = near_of(z, ids, peak, temperature, means + draw, limits + draw * 2)
-            z = tl.where(near & kept_of(ordered(z), edge, room), z, NEG_INF)
-            own_peak = tl.max(z, 0)
-            if own_peak > NEG_INF:
-                mass = tl.sum(weight(z, own_peak, slope(temperature)), 0)
+            if edge > KEEP_ALL:
+                each = tl.arange(0, CHUNKS_PADDED)
+                before = tl.load(equals + draw * CHUNKS + each, mask=each < chunk, other=0)
+                room = tl.load(rooms + draw) - tl.sum(before, 0)
+                z = tl.where(kept_of(ordered(z), edge, room), z, NEG_INF)
+            value = weight(z, peak, slope(temperature))
+            keys, limit = key_of(distance_of(z, centres + draw * 2)), tl.load(limits + draw)
+            mass = tl.sum(tl.where(keys < limit, value, 0), 0)
+            on = tl.sum(tl.where(keys == limit, value, 0), 0)
         tl.store(masses + at, mass)
-    tl.store(new_peaks + at, own_peak)
+        tl.store(on_mass + at, on)

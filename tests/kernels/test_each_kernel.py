@@ -59,7 +59,7 @@ CASES: dict[str, Case] = {
     "widen_kernel edit_kernel moments_kernel sigma_kernel": (
         lambda on: test_edited.test_long_sequences()
     ),
-    "settle_kernel typical_kernel near_kernel": (
+    "settle_kernel centre_kernel narrow_kernel collect_kernel typical_kernel near_kernel": (
         lambda on: test_edited.test_rows_that_cannot_be_drawn()
     ),
     "chunk_logprobs_kernel row_logprobs_kernel": (
