@@ -216,7 +216,7 @@ def _keep_typical(
     chunks = at.peaks.shape[1]
     room = at.candidates.shape[1]
     common = {"CHUNKS_PADDED": triton.next_power_of_2(chunks), **common}
-    spread: dict[str, Any] = {"CHUNK": at.chunk, "num_warps": 8, **common}
+    spread: dict[str, Any] = {"CHUNK": at.chunk, "num_warps": 16, **common}
     launch(settle_kernel, (chunks, draws),
         *inputs, at.equals, at.edges, at.rooms, at.counts, at.candidates,
         at.kept_mass, at.moments, at.spans, ROOM=room, **spread,
@@ -235,7 +235,7 @@ def _keep_typical(
     )  # fmt: skip
     launch(typical_kernel, (draws,),
         *inputs, *known, at.candidates.view(torch.float32), at.spans, at.below_mass,
-        at.limits, at.lefts, ROOM=room, num_warps=8, **common,
+        at.limits, at.lefts, ROOM=room, num_warps=16, **common,
     )  # fmt: skip
     launch(near_kernel, (chunks, draws),
         *inputs, at.equals, at.edges, at.rooms, at.centres, at.limits, at.masses, at.on_mass,
