@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens, their ranks, and the most likely tokens beside them.
 
 Log-softmax of the model's logits as they are. The vocabulary is read once and not sorted: each
-chunk names its largest, and the largest of those are the row's. Reference: `sampling.reference`.
+group of neighbours names its largest, the groups of the largest of those hold the row's, and one
+program a row reads these few again. Reference: `sampling.reference`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, unordered
 
 MOST: int = 20  # the most likely tokens of a row that can be asked for
 ENTRY: int = 2 + 2 * MOST  # int32 of a result: logprob bits, rank, ids, bits of their logprobs
-_TOP: int = 32  # the power of two that holds them
+_TOP: int = 32  # the power of two that holds them; also the groups of a chunk
 _NOTHING = tl.constexpr(-(2**63 - 1))  # below the key of -inf
+
+
+@triton.jit
+def _keys(z, ids, VOCAB: tl.constexpr):
+    keys = (ordered(z).to(tl.int64) << 32) + (VOCAB - ids)
+    return tl.where(ids < VOCAB, keys, _NOTHING)
 
 
 @triton.jit(do_not_specialize_on_alignment=(*COLUMNS, "rows", "which", "targets"))
@@ -41,8 +48,9 @@ def chunk_logprobs_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (chunks, asks). Of every chunk, each [asks, chunks]: its largest logit and the sum of
-    exp(z - that), float32; how many logits are larger than the target's. With LIST its TOP largest,
-    as int64 keys [asks, chunks, TOP]: a larger logit has the larger key, among equals a lower id.
+    exp(z - that), float32; how many logits are larger than the target's. With LIST the largest of
+    each of its TOP groups of neighbours, as int64 keys [asks, chunks, TOP]: a larger logit has the
+    larger key, among equals a lower id.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -60,8 +68,8 @@ def chunk_logprobs_kernel(
     tl.store(sums + at, tl.sum(tl.exp(z - base), 0))
     tl.store(above + at, tl.sum((z > own).to(tl.int32), 0))
     if LIST:
-        keys = (ordered(z).to(tl.int64) << 32) + (VOCAB - ids)
-        keys = tl.topk(tl.where(inside, keys, _NOTHING), TOP)
+        keys = tl.reshape(_keys(z, ids, VOCAB), (TOP, CHUNK // TOP))
+        keys = tl.max(keys, 1)
         tl.store(tops + at.to(tl.int64) * TOP + tl.arange(0, TOP), keys)
 
 
@@ -79,12 +87,17 @@ def row_logprobs_kernel(
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
     TOP: tl.constexpr,
     MOST: tl.constexpr,
     LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (asks,). entries [asks, 2 + 2 MOST] int32."""
+    """Grid (asks,). entries [asks, 2 + 2 MOST] int32.
+
+    A row's TOP largest lie in the TOP groups of GROUP tokens whose largest are largest: were one in
+    another, each of those TOP groups would hold a larger one.
+    """
     pdl.release(PDL)
     pdl.wait(PDL)
     ask = tl.program_id(0)
@@ -106,7 +119,12 @@ def row_logprobs_kernel(
         each = tl.arange(0, CHUNKS_PADDED * TOP)
         known = each < CHUNKS * TOP
         keys = tl.load(tops + ask.to(tl.int64) * CHUNKS * TOP + each, mask=known, other=_NOTHING)
-        best = tl.topk(keys, TOP)
+        firsts = tl.topk(keys, TOP)
+        group = (VOCAB - (firsts & 0xFFFFFFFF).to(tl.int32)) // GROUP
+        group = tl.where(firsts == _NOTHING, CHUNKS * TOP, group)  # beyond the vocabulary
+        ids = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TOP * GROUP,))
+        logit = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
+        best = tl.topk(_keys(logit, ids, VOCAB), TOP)
         place = tl.arange(0, TOP)
         z = unordered((best >> 32).to(tl.int32)).to(tl.float64) - total
         ids = VOCAB - (best & 0xFFFFFFFF).to(tl.int32)
@@ -183,5 +201,5 @@ def logprobs(
     launch(row_logprobs_kernel, (asks,),
         logits, rows, targets, which, *parts, entries,
         VOCAB=vocab, CHUNKS=chunks, CHUNKS_PADDED=triton.next_power_of_2(chunks),
-        TOP=_TOP, MOST=MOST, LIST=listed, num_warps=8, **options,
+        GROUP=scratch.chunk // _TOP, TOP=_TOP, MOST=MOST, LIST=listed, num_warps=16 if listed else 8, **options,
     )  # fmt: skip
