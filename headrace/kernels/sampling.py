@@ -219,7 +219,7 @@ def _keep_typical(
     spread: dict[str, Any] = {"CHUNK": at.chunk, "num_warps": 16, **common}
     launch(settle_kernel, (chunks, draws),
         *inputs, at.equals, at.edges, at.rooms, at.counts, at.candidates,
-        at.kept_mass, at.moments, at.spans, ROOM=room, **spread,
+        at.kept_mass, at.moments, at.spans, ROOM=room, maxnreg=64, **spread,
     )  # fmt: skip
     launch(centre_kernel, (draws,),
         *inputs, at.moments, at.centres, at.pivots, num_warps=1, **common,
@@ -231,7 +231,7 @@ def _keep_typical(
         )  # fmt: skip
     launch(collect_kernel, (chunks, draws),
         *inputs, *known, at.pivots, at.near, at.candidates, at.spans, at.below_mass,
-        ROOM=room, **spread,
+        ROOM=room, maxnreg=64, **spread,
     )  # fmt: skip
     launch(typical_kernel, (draws,),
         *inputs, *known, at.candidates.view(torch.float32), at.spans, at.below_mass,
