@@ -8,14 +8,12 @@ import numpy as np
 
 from headrace.messages import Sampling
 
-Kind = Literal["greedy", "plain", "full", "typical"]
-KINDS: tuple[Kind, ...] = (
-    "greedy",
-    "plain",
-    "full",
-    "typical",
-)  # each can do what those before it can
+Kind = Literal["greedy", "plain", "full", "typical of few", "typical"]
+# Each can do what those before it can.
+KINDS: tuple[Kind, ...] = ("greedy", "plain", "full", "typical of few", "typical")
+TYPICAL_KINDS: tuple[Kind, ...] = ("typical of few", "typical")
 
+FEW = 1024  # largest top_k of rows whose tokens are few
 WIDTH = 8  # temperature, top_k, top_p, min_p, seed low, seed high, choice, rest of top_p
 GREEDY_BELOW = 1e-5  # as in sampling.params
 _LARGEST = 3e38  # a temperature at which every finite logit has the same weight
@@ -46,6 +44,6 @@ def kind_of(sampling: Sampling) -> Kind:
     if sampling.temperature < GREEDY_BELOW:
         return "greedy"
     if sampling.typical_p < 1.0:
-        return "typical"
+        return "typical of few" if 0 < sampling.top_k <= FEW else "typical"
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
     return "full" if truncates else "plain"

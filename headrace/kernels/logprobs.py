@@ -201,5 +201,6 @@ def logprobs(
     launch(row_logprobs_kernel, (asks,),
         logits, rows, targets, which, *parts, entries,
         VOCAB=vocab, CHUNKS=chunks, CHUNKS_PADDED=triton.next_power_of_2(chunks),
-        GROUP=scratch.chunk // _TOP, TOP=_TOP, MOST=MOST, LIST=listed, num_warps=16 if listed else 8, **options,
+        GROUP=scratch.chunk // _TOP, TOP=_TOP, MOST=MOST, LIST=listed,
+        num_warps=16 if listed else 8, **options,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 temperature, top_k, top_p, min_p, then one inverse CDF a row with a counter-based uniform number.
 
 Nothing here waits for the device, sorts a vocabulary or depends on a value on the host, so a call
-can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full", 13 for
-"typical".
+can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full", 10 for
+"typical of few", 13 for "typical".
 
 What is promised: a row's token depends on that row alone, bit by bit: not on the number of draws,
 nor on the kind of the call. It equals the pipeline's unless u, or the edge of top-p or min-p,
@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.chunk_peaks import chunk_peaks_kernel
 from headrace.kernels.draw import draw_kernel
-from headrace.kernels.draw_params import KINDS, WIDTH, Kind
+from headrace.kernels.draw_params import KINDS, TYPICAL_KINDS, WIDTH, Kind
 from headrace.kernels.launch import launch
 from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
 from headrace.kernels.typical import (
@@ -144,7 +144,8 @@ def sample(
     A row with NaN or +inf: tokens[j] = -1; one without a finite logit: -2. Then last = 0.
     kind: "greedy" if every row is, "plain" if no row truncates, else "full"; a wider kind gives
     the same tokens. "typical" obeys typical_p too, as `edits` [rows, EDIT_WIDTH] has it: it needs
-    float32 logits, a row for each draw, and writes to them.
+    float32 logits, a row for each draw, and writes to them. "typical of few" is quicker where every
+    row with typical_p has a small top_k, slow where not.
     """
     draws, vocab = tokens.shape[0], logits.shape[1]
     assert kind in KINDS, f"kind {kind!r}"
@@ -160,16 +161,18 @@ def sample(
         return
     chunks = scratch.peaks.shape[1]
     common: dict[str, Any] = {"VOCAB": vocab, "CHUNKS": chunks, **pdl.options(with_pdl)}
-    weigh, truncate = kind != "greedy", kind in ("full", "typical")
+    weigh, typical = kind != "greedy", kind in TYPICAL_KINDS
+    truncate = typical or kind == "full"
     launch(chunk_peaks_kernel, (chunks, draws),
         logits, sources, params, draw_rows, scratch.peaks, scratch.firsts, scratch.masses,
         CHUNK=scratch.chunk, WEIGH=weigh, num_warps=8, **common,
     )  # fmt: skip
     if truncate:
         _truncate((logits, sources, params, draw_rows, scratch.peaks), draws, scratch, common)
-    if kind == "typical":
+    if typical:
         assert edits is not None, "typical_p stands in `edits`"
-        _keep_typical((logits, params, edits, draw_rows, scratch.peaks), draws, scratch, common)
+        inputs = (logits, params, edits, draw_rows, scratch.peaks)
+        _keep_typical(inputs, draws, scratch, common, few=kind != "typical")
     launch(draw_kernel, (draws,),
         logits, sources, params, positions, draw_tokens, draw_rows, last, tokens,
         scratch.peaks, scratch.firsts, scratch.masses,
@@ -177,7 +180,7 @@ def sample(
         params if edits is None else edits,
         scratch.on_mass, scratch.centres, scratch.limits, scratch.lefts,
         CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
-        WEIGH=weigh, TRUNCATE=truncate, TYPICAL=kind == "typical",
+        WEIGH=weigh, TRUNCATE=truncate, TYPICAL=typical,
         num_warps=8 if weigh else 1, **common,
     )  # fmt: skip
 
@@ -208,9 +211,9 @@ def _truncate(inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[
 
 
 def _keep_typical(
-    inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[str, Any]
+    inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[str, Any], *, few: bool
 ) -> None:
-    """What `_truncate` left, less the tokens that are not typical; -inf for all that are gone."""
+    """Of what `_truncate` left, which tokens are typical. few: of rows that it left few tokens."""
     assert inputs[0].dtype == torch.float32, "typical_p needs float32 logits"
     assert inputs[0].shape[0] >= draws, "typical_p needs a row of logits for each draw"
     chunks = at.peaks.shape[1]
@@ -225,14 +228,15 @@ def _keep_typical(
         *inputs, at.moments, at.centres, at.pivots, num_warps=1, **common,
     )  # fmt: skip
     known = (at.edges, at.counts, at.kept_mass, at.centres)
-    for again in (False, True):
+    for again in () if few else (False, True):
         launch(narrow_kernel, (chunks, draws),
             *inputs, *known, at.pivots, at.near, ROOM=room, AGAIN=again, **spread,
         )  # fmt: skip
-    launch(collect_kernel, (chunks, draws),
-        *inputs, *known, at.pivots, at.near, at.candidates, at.spans, at.below_mass,
-        ROOM=room, maxnreg=64, **spread,
-    )  # fmt: skip
+    if not few:
+        launch(collect_kernel, (chunks, draws),
+            *inputs, *known, at.pivots, at.near, at.candidates, at.spans, at.below_mass,
+            ROOM=room, maxnreg=64, **spread,
+        )  # fmt: skip
     launch(typical_kernel, (draws,),
         *inputs, *known, at.candidates.view(torch.float32), at.spans, at.below_mass,
         at.limits, at.lefts, ROOM=room, num_warps=16, **common,

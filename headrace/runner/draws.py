@@ -21,7 +21,7 @@ from headrace.backends.cuda.mask_upload import MaskUpload
 from headrace.backends.cuda.upload import Upload
 from headrace.engine.protocol import Masks
 from headrace.kernels import edited, sampling
-from headrace.kernels.draw_params import KINDS, Kind
+from headrace.kernels.draw_params import KINDS, TYPICAL_KINDS, Kind
 from headrace.kernels.logprobs import ENTRY, LogprobScratch, logprobs
 from headrace.messages import StepPlan
 from headrace.runner.device_state import DeviceState
@@ -210,7 +210,7 @@ class Draws:
         tokens = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
         some = slice(0, self._wide.logits.shape[0])
         for kind in KINDS:
-            if kind != "typical":
+            if kind not in TYPICAL_KINDS:
                 self._draw_plain(source, logits, tokens, kind)
             self._draw_edited(source, logits, tokens, some, kind, sigma=True)
         for listed in (False, True):
