@@ -8,7 +8,7 @@ import triton.language as tl
 from headrace.kernels import pdl
 from headrace.kernels.edit import double
 from headrace.kernels.edit_params import SIGMA, WIDTH
-from headrace.kernels.weights import COLUMNS, NEG_INF
+from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, unordered
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -68,7 +68,10 @@ def sigma_kernel(
         square = tl.sum(tl.load(mine + 2, mask=real, other=0.0), 0) / count
         peak = tl.max(tl.load(mine + 3, mask=real, other=NEG_INF), 0)
         least = peak - n * tl.sqrt(tl.maximum(square - mean * mean, 0.0))
+        nearest = least.to(tl.float32)
+        if nearest.to(tl.float64) < least:  # the next float32: a comparison of floats is exact
+            nearest = unordered(ordered(nearest) + 1)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         row = wide + draw.to(tl.int64) * VOCAB
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
-        tl.store(row + ids, NEG_INF, mask=(ids < VOCAB) & (z.to(tl.float64) < least))
+        tl.store(row + ids, NEG_INF, mask=(ids < VOCAB) & (z < nearest))
