@@ -373,20 +373,26 @@ def collect_kernel(
 
 
 @triton.jit
-def _measure(source, n, pivots, peak, scale, centre_at):
-    """What source[:n] (logits) weighs within each distance, by key: int64 [pivots]."""
+def _measure(source, n, pivots, peak, scale, centre_at, LOADS: tl.constexpr):
+    """What source[:n] (logits) weighs within each distance, by key: int64 [pivots].
+
+    LOADS: blocks that are in flight together.
+    """
     found = tl.zeros((pivots.shape[0], BLOCK), tl.int64)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        z = tl.load(source + at, mask=at < n, other=NEG_INF)
-        value = weight(z, peak, scale)
-        within = key_of(distance_of(z, centre_at))[None, :] <= pivots[:, None]
-        found += tl.where(within, value[None, :], 0)
+    for start in range(0, n, BLOCK * LOADS):
+        for i in tl.static_range(LOADS):
+            at = start + i * BLOCK + tl.arange(0, BLOCK)
+            z = tl.load(source + at, mask=at < n, other=NEG_INF)
+            value = weight(z, peak, scale)
+            within = key_of(distance_of(z, centre_at))[None, :] <= pivots[:, None]
+            found += tl.where(within, value[None, :], 0)
     return tl.sum(found, 1)
 
 
 @triton.jit
-def _search(source, n, low, high, base, least, peak, scale, centre_at):
+def _search(
+    source, n, low, high, base, least, peak, scale, centre_at, LOADS: tl.constexpr
+):  # fmt: skip
     """(key, below, upto): the least key in [low, high] with base + measure(key) >= least (or high),
     what is nearer than that and what lies within it, int64.
     """
@@ -394,14 +400,14 @@ def _search(source, n, low, high, base, least, peak, scale, centre_at):
     while low < high:
         width = (high - low).to(tl.int64)
         pivots = low + (width * step // PIVOTS).to(tl.int32)  # low first, below high
-        found = base + _measure(source, n, pivots, peak, scale, centre_at)
+        found = base + _measure(source, n, pivots, peak, scale, centre_at, LOADS)
         short = tl.sum((found < least).to(tl.int32), 0)  # the lowest pivots
         if short < PIVOTS:
             high = low + (width * short // PIVOTS).to(tl.int32)
         if short > 0:
             low += (width * (short - 1) // PIVOTS).to(tl.int32) + 1
     pair = low - 1 + tl.arange(0, 2)
-    found = base + _measure(source, n, pair, peak, scale, centre_at)
+    found = base + _measure(source, n, pair, peak, scale, centre_at, LOADS)
     below = tl.sum(tl.where(tl.arange(0, 2) == 0, found, 0), 0)
     return low, below, tl.sum(found, 0) - below
 
@@ -454,13 +460,16 @@ def typical_kernel(
         key, below, fits = low, base, low == high
         if (n <= ROOM) & (low < high):
             mine = candidates + draw.to(tl.int64) * ROOM
-            key, below, upto = _search(mine, n, low, high, base, least, peak, scale, centre_at)
+            key, below, upto = _search(
+                mine, n, low, high, base, least, peak, scale, centre_at, 1
+            )  # fmt: skip
             fits = (below < least) & (upto >= least)
         if fits == 0:
-            low, high = tl.zeros((), tl.int32), tl.full((), FARTHEST, tl.int32)
+            if n <= ROOM:  # nothing is known
+                low, high = tl.zeros((), tl.int32), tl.full((), FARTHEST, tl.int32)
             key, below, _ = _search(
                 wide + draw.to(tl.int64) * VOCAB, VOCAB, low, high, base * 0, least, peak, scale,
-                centre_at,
+                centre_at, 4,
             )  # fmt: skip
         tl.store(limits + draw, key)
         tl.store(lefts + draw, least - below)
