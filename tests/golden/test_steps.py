@@ -265,7 +265,7 @@ def test_two_steps_in_flight(runner: Runner, twin: Runner) -> None:
 @pytest.mark.parametrize("backend", PROCESSORS, indirect=True, scope="session")
 def test_launch_does_not_wait_for_the_device(runner: Any) -> None:
     gate = threading.Event()
-    held = runner.submit(gate.wait)
+    held = runner.worker.submit(gate.wait)
     ticket = runner.launch(prefill(0, ids(20), [1, 2, 3]))  # returns although the worker is busy
     ticket.finish()
     assert not held.done()

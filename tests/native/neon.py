@@ -85,7 +85,7 @@ def main() -> int:
         folder = Path(temporary)
         here = compile_driver(native, "", ("generic",), folder / "here")
         there = compile_driver(CROSS, "aarch64", ("neon", "generic"), folder / "there")
-        results = []
+        results: list[dict[str, Numbers]] = []
         for command, isa in (
             ([EMULATOR, str(there)], "neon"),
             ([EMULATOR, str(there)], "generic"),
