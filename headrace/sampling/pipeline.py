@@ -139,6 +139,21 @@ def inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
     The first token whose cumulative weight exceeds u times the total: never one of weight 0.
     """
+    if logits.shape[0] <= _ROWS_AT_ONCE:
+        return torch.tensor([_token_at(row, at) for row, at in zip(logits, u, strict=True)])
+    return _inverse_cdf(logits, u)
+
+
+def _token_at(row: Tensor, u: Tensor) -> int:
+    """The same for one row: tokens of weight 0 change no sum, so few need not look at many."""
+    stay = row.numpy() > -np.inf
+    if np.count_nonzero(stay) * 4 > stay.size:
+        return int(_inverse_cdf(row[None], u[None]))
+    ids = np.flatnonzero(stay)
+    return int(ids[int(_inverse_cdf(row[torch.from_numpy(ids)][None], u[None]))])
+
+
+def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
     cumulative = (logits - logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
     total = cumulative[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
