@@ -154,7 +154,7 @@ def _token_at(row: Tensor, u: Tensor) -> int:
 
 
 def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
-    cumulative = (logits - logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
+    cumulative = (logits - logits.amax(-1, keepdim=True)).exp_().cumsum_(-1)
     total = cumulative[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
     return torch.searchsorted(cumulative, torch.minimum(u[:, None] * total, below), right=True)[

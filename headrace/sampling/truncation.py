@@ -130,15 +130,23 @@ def _keep_of_few(i: int, logits: Tensor, weights: Tensor, wanted: Tensor, floors
 
     False, and nothing changed: too many such tokens, or rounding could matter.
     """
-    row = weights[i].numpy()
+    row, target = weights[i].numpy(), wanted[i].item()
     few = np.flatnonzero(row >= floors[i].item())
-    if few.size > _FEW or row[few].sum() * _CERTAIN < wanted[i].item():
+    if few.size > _FEW:
         return False
-    ids = torch.from_numpy(few)
-    keys = logits[i, ids][None]
-    kept = keep_until(keys, weights[i, ids][None], wanted[i : i + 1], keys)
+    keys = logits[i].numpy()[few]
+    order = np.argsort(-keys)
+    mass = row[few[order]].cumsum()
+    if mass[-1] * _CERTAIN < target:
+        return False
+    count = int(np.searchsorted(mass, target)) + 1  # whose predecessors have less than `target`
+    edge = keys[order[count - 1]]
+    above, equal = keys > edge, keys == edge
+    equal &= equal.cumsum() <= count - np.count_nonzero(above)  # lowest ids first
+    stay = few[above | equal]
+    kept = logits[i].numpy()[stay]
     logits[i] = -torch.inf
-    logits[i, ids] = kept[0]
+    logits[i].numpy()[stay] = kept
     return True
 
 
