@@ -46,6 +46,10 @@ class NullRunner:
         self.spent_s += time.perf_counter() - begun
         return ticket
 
+    def idle(self) -> bool:
+        """Nothing is put off."""
+        return False
+
     def counters(self) -> Mapping[str, int]:
         """Nothing of its own."""
         return {}

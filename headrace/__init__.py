@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.completion import Completion as Completion
+    from headrace.grammar.asked import StructuredOutputs as StructuredOutputs
     from headrace.llm import LLM as LLM
     from headrace.params import BeamParams as BeamParams
     from headrace.params import SamplingParams as SamplingParams
@@ -20,6 +21,7 @@ _LAZY = {
     "Completion": "headrace.completion",
     "BeamParams": "headrace.params",
     "SamplingParams": "headrace.params",
+    "StructuredOutputs": "headrace.grammar.asked",
 }
 
 

@@ -31,6 +31,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 SomeSeconds = Annotated[float, Meta(gt=0)]
+PrefillAttention = Literal["auto", "triton", "cudnn", "flashinfer"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -55,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     block_size: Positive = 16
     kv_blocks: Natural = 0
     kv_memory: str = ""
+    prefill_attention: PrefillAttention = "auto"
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority", "static"] = "fcfs"
@@ -105,6 +107,9 @@ HELP: Mapping[str, str] = {
     "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory",
     "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "
     "on a GPU from --gpu-memory-utilization",
+    "prefill_attention": "cuda backend: attention of prompts in steps too large for a graph by "
+    "triton, cudnn (long first chunks; else triton) or flashinfer (a package that is not brought "
+    "along); auto = cudnn where it can, else triton",
     "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "
     "--kv-memory size the KV cache instead",
     "prefix_caching": "reuse the KV of equal prompt prefixes",

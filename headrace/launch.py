@@ -80,6 +80,7 @@ def build_engine(
         runner,
         overlap=resolve_overlap(settings, settings.backend).value,
         itl_target_s=target_s.value,
+        grammars=build_grammars(settings, files, facts.vocab_size),
     )
     return engine, EngineInfo(
         max_model_len=facts.max_model_len,
@@ -89,6 +90,28 @@ def build_engine(
         kv_blocks=facts.kv_blocks[0],
         kernels=facts.kernels,
     )
+
+
+def build_grammars(settings: Settings, files: ModelFiles, vocab_size: int) -> Any:
+    """What compiles grammars for an engine; it reads the tokenizer when the first one comes."""
+    from headrace.grammar.compile import Compiler
+    from headrace.grammar.vocabulary import Vocabulary
+    from headrace.sources.card import read_card
+    from headrace.text.tokenizer import load_tokenizer
+
+    card = read_card(files)
+
+    def load() -> Vocabulary:
+        tokenizer = load_tokenizer(files, card, optional=settings.load_format == "dummy")
+        return Vocabulary(
+            tokenizer.table or [],
+            tokenizer.special_ids,
+            list(card.eos_ids),
+            vocab_size,
+            lambda text: tokenizer.encode(text, add_special=False, parse_special=False),
+        )
+
+    return Compiler(load, [i for i in card.eos_ids if i < vocab_size])
 
 
 def _fake_runner(settings: Settings) -> Any:
@@ -224,6 +247,7 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
 
         phase("loading")
         engine, info = build_engine(settings, files, report)
+        engine.warm()
         tell.send(("ready", info, 0.0))
         return engine, info
 

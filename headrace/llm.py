@@ -25,7 +25,9 @@ from headrace.beams import Beam, BeamRules, BeamSearch
 from headrace.completion import Choice, Completion, Job
 from headrace.draws import parse_defaults
 from headrace.errors import EngineDead, InvalidRequest, RequestFailed, by_code
-from headrace.messages import Abort, Done, End, Finish, Logprobs, Submit
+from headrace.grammar.asked import of_structured
+from headrace.grammar.check import Checker
+from headrace.messages import Abort, Done, End, Finish, Grammar, Logprobs, Submit
 from headrace.params import BeamParams, SamplingParams
 from headrace.progress import Bar
 from headrace.sources.card import read_card
@@ -71,6 +73,7 @@ class LLM:
         self._handles = itertools.count()
         self._live: dict[int, Job] = {}
         self._seeds = random.Random(self.settings.seed or secrets.randbits(64))
+        self._checker = Checker()
         self._closed = False
 
     # ------------------------------------------------------------ what the caller asks
@@ -194,6 +197,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._engine.close()
+            self._checker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -286,10 +290,20 @@ class LLM:
             priority=params.priority,
             cache_salt=params.cache_salt,
             arrived_s=time.monotonic(),
+            grammar=self._grammar(params),
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         )
         choices = [self._choice(at, index, prompt, params) for index in range(params.width)]
         return Job(submit, choices, params)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        self._tokenizer.need_text("structured_outputs")
+        grammar = of_structured(params.structured_outputs)
+        if grammar is not None:
+            self._checker.submit(grammar, "structured_outputs").result()
+        return grammar
 
     def _begun(self, prompt: list[int], param: str) -> list[int]:
         """The prompt, or BOS where it is empty."""

@@ -196,9 +196,9 @@ class KernelsInfo(msgspec.Struct, frozen=True, array_like=True):
     """What computes, and why: labels of a metric."""
 
     backend: str
-    kernels: str  # native or torch
+    kernels: str  # native or torch; on a GPU triton, and with + who else attends for prompts
     isa: str  # the instruction set, such as avx512
-    precision: str  # fast or exact, as the setting cpu_precision
+    precision: str  # fast or exact, as the setting cpu_precision; a GPU's is exact
     reason: str  # of the choice; where something lacks, what to do about it
 
 

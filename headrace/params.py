@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from headrace.draws import Draws, hints
 from headrace.errors import InvalidRequest
+from headrace.grammar.asked import StructuredOutputs
 
 Report = Annotated[int, Meta(ge=0, le=20)]
 
@@ -31,6 +32,7 @@ class SamplingParams(Draws, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     priority: int = 0  # needs scheduling_policy="priority"
     cache_salt: str = ""
+    structured_outputs: StructuredOutputs | None = None  # what the output must match
     logprobs: Report | None = None  # beside each token, how many of the likeliest; None = nothing
     prompt_logprobs: Report | None = None  # the same of the prompt, from its second token on
     best_of: Annotated[int, Meta(ge=1)] | None = None  # draw as many, keep the n likeliest a token

@@ -91,7 +91,7 @@ STAGES = (
         10,
         "Sample",
         "emit",
-        ("sampling", "kernels/sampling.py"),
+        ("sampling", "kernels/sampling.py", "grammar"),
         "logits to the next token, for each sequence on its own terms",
         "headrace_generation_tokens_total",
     ),

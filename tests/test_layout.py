@@ -31,28 +31,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BASE | {"kv", "observe"},
     "kernels": {"errors", "messages", "config"},
     "native": {"errors", "sources"},
+    "grammar": BASE | {"children"},
     "models": BASE | {"sources", "quant"},
     "backends": BASE | {"kernels", "native", "models", "sampling"},
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
-    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "beams"},
+    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
-    "params": {"errors", "draws"},
+    "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},
     "beams": {"messages"},
     "completion": BASE | {"text", "params"},
     "progress": set(),
     "llm": BASE
     | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"}
-    | {"beams", "completion"},
+    | {"beams", "completion", "grammar"},
     "launch": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
-    "__init__": {"llm", "params", "completion"},
+    "__init__": {"llm", "params", "completion", "grammar"},
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
-NO_TORCH = {"api", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
+NO_TORCH = {"api", "grammar", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
 NO_TORCH |= {"config", "stages", "backends/fake", "backends/choose"}
 
 

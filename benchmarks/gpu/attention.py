@@ -1,13 +1,15 @@
 """Attention kernels on this card: decode against the copy rate, prefill in TFLOP/s.
 
-    python -m benchmarks.gpu.attention [--part decode|prefill|all]
+    python -m benchmarks.gpu.attention [--part decode|prefill|flashinfer|all]
 
 Decode: microseconds a call and bytes of K and V a second, inside a CUDA graph of several calls over
 different blocks of one pool, after the cache of the card was overwritten. Prefill: our Triton
-kernel against torch's flash and cuDNN attention over gathered K and V (`dense`). Every figure's
-outputs are first compared with plain torch in float64. Heads as in a 14B model: 40 query heads,
-8 KV heads of 128, bfloat16, blocks of 16. Candidates of attention_configs.py are timed on some
-shapes; all are compiled first, in parallel.
+kernel against torch's flash and cuDNN attention over gathered K and V (`dense`). FlashInfer (not
+part of all: it must be installed, and compiles for minutes): against our kernel and cuDNN, and the
+time its plan, one a step, takes the host. Every figure's outputs are first compared with plain
+torch in float64. Heads as in a 14B model: 40 query heads, 8 KV heads of 128, bfloat16, blocks of
+16. Candidates of attention_configs.py are timed on some shapes; all are compiled first, in
+parallel.
 Prints tables; writes attention.json to $OUT where it is set.
 """
 
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.flashinfer_chunks import FlashInferChunks, unsupported
 from headrace.kernels.attention import attend_reference, cached
 from headrace.kernels.attention_configs import (
     DECODE_CANDIDATES,
@@ -59,6 +63,7 @@ SPANS = {
     "256 x (0 + 32)": [(0, 32)] * 256,
     "896 at 4096, 32 decodes at 4200": [(4096, 896), *[(4200, 1)] * 32],
 }
+RIVALS = ("0 + 8000", "4096 + 896", "7168 + 896", "4 x (0 + 2048)", "256 x (0 + 32)")
 ERROR_LIMIT = 1e-2  # ||out - reference|| / ||reference|| in bfloat16
 
 Row = dict[str, Any]
@@ -208,8 +213,7 @@ def triton_run(
 def dense_run(
     bench: Bench, spans: list[tuple[int, int]], attend: Any
 ) -> Callable[[Tensor, Tensor, Tensor], object]:
-    counts = [count for _, count in spans]
-    parts = [Span(i, s, c, sum(counts[:i])) for i, (s, c) in enumerate(spans)]
+    parts = parts_of(spans)
     longest = max(start + count for start, count in spans)
     buffer = Buffer(longest, KV_HEADS, HEAD_DIM, DTYPE, bench.device)
 
@@ -218,6 +222,53 @@ def dense_run(
         dense(*at, parts, scale=SCALE, attend=attend, buffer=buffer, out=out)
 
     return run
+
+
+def parts_of(spans: list[tuple[int, int]]) -> list[Span]:
+    counts = [count for _, count in spans]
+    return [Span(i, s, c, sum(counts[:i])) for i, (s, c) in enumerate(spans)]
+
+
+class FlashInferRun:
+    """A step's chunks by FlashInfer, plan included; `plans_us` holds what those took the host."""
+
+    def __init__(self, bench: Bench, spans: list[tuple[int, int]]) -> None:
+        self._bench, self._parts = bench, parts_of(spans)
+        self._chunks = FlashInferChunks(HEADS, KV_HEADS, HEAD_DIM, SCALE, DTYPE, bench.device)
+        begun = time.perf_counter()
+        self._chunks.prepare(bench.k, bench.v, bench.tables(len(spans), max(map(sum, spans)), 1)[0])
+        self.ready_s = time.perf_counter() - begun
+        self.name = f"flashinfer {self._chunks.kernel}, plan included"
+        self.plans_us: list[float] = []
+
+    def __call__(self, q: Tensor, tables: Tensor, out: Tensor) -> None:
+        begun = time.perf_counter()
+        planned = self._chunks.plan(self._parts, tables)
+        self.plans_us.append((time.perf_counter() - begun) * 1e6)
+        planned.attend(q, self._bench.k, self._bench.v, out)
+
+
+def measure_flashinfer(bench: Bench) -> list[Row]:
+    """Beside our kernel and cuDNN."""
+    if why_not := unsupported(DTYPE, HEAD_DIM, bench.device):
+        raise SystemExit(f"FlashInfer: {why_not}")
+    rows: list[Row] = []
+    for name in RIVALS:
+        spans = SPANS[name]
+        ways: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {}
+        ways["triton"] = triton_run(bench, spans, prefill_config(DTYPE, HEAD_DIM), True)
+        if len(spans) == 1:
+            ways["dense cudnn"] = dense_run(bench, spans, cudnn)
+        rival = FlashInferRun(bench, spans)
+        ways[rival.name] = rival
+        for way, run in ways.items():
+            ms, _ = bench.time_prefill(spans, run)
+            rate = floating_operations(spans) / ms / 1e9
+            rows.append({"spans": name, "way": way, "ms": ms, "TFLOP/s": rate})
+            print(f"prefill {name:32} {way:32} {ms:8.3f} ms {rate:6.1f} TFLOP/s", flush=True)
+        rows[-1] |= {"plan_us": statistics.median(rival.plans_us), "ready_s": rival.ready_s}
+        print(f"  plan {rows[-1]['plan_us']:.0f} us, prepared in {rival.ready_s:.1f} s", flush=True)
+    return rows
 
 
 def measure_decode(bench: Bench, copy: float) -> list[Row]:
@@ -286,9 +337,10 @@ def compile_all(part: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["decode", "prefill", "all"], default="all")
+    parser.add_argument("--part", choices=["decode", "prefill", "flashinfer", "all"], default="all")
     part = parser.parse_args().part
-    compile_all(part)
+    if part != "flashinfer":
+        compile_all(part)
     torch.manual_seed(0)
     device = torch.device("cuda")
     copy = copy_rate(device)
@@ -296,10 +348,12 @@ def main() -> None:
     report["copy_TB/s"] = copy / 1e12
     print(f"{report['card']}, torch {report['torch']}, copy {copy / 1e12:.2f} TB/s", flush=True)
     bench = Bench(device)
-    if part != "prefill":
+    if part in ("decode", "all"):
         report["decode"] = measure_decode(bench, copy)
-    if part != "decode":
+    if part in ("prefill", "all"):
         report["prefill"] = measure_prefill(bench)
+    if part == "flashinfer":
+        report["flashinfer"] = measure_flashinfer(bench)
     if folder := os.environ.get("OUT"):
         (Path(folder) / "attention.json").write_text(json.dumps(report, indent=1))
 

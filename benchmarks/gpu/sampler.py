@@ -1,13 +1,17 @@
-"""Microseconds a call of the sampler, inside a CUDA graph: python -m benchmarks.gpu.sampler
+"""Microseconds a call of the sampler, inside a CUDA graph:
+
+    python -m benchmarks.gpu.sampler [--wide 128]
 
 Prints a table; writes sampler.json into $OUT where that is set. Logits are random normals, bf16,
 152064 a row (Qwen2.5's vocabulary); `floor` is one read of them at the speed of a large copy.
 The second part is what rules, penalties, masks, typical_p and log-probabilities cost over sequences
-of 1024 tokens that repeat themselves, edited rows `WIDE_ROWS` at a time as the runner does.
+of 1024 tokens that repeat themselves, edited rows `--wide` at a time; the runner's
+number is the default.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -92,11 +96,11 @@ def copy_speed(device: torch.device) -> float:
 class Bench:
     """Rows that all ask the same, over one vocabulary, on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wide_rows: int) -> None:
         most = max(DRAWS)
-        self.device = device
+        self.device, self.wide_rows = device, min(most, wide_rows)
         self.scratch = Scratch.allocate(most, VOCAB, device)
-        self.wide = edited.Wide.allocate(min(most, WIDE_ROWS), VOCAB, device)
+        self.wide = edited.Wide.allocate(self.wide_rows, VOCAB, device)
         self.logprobs = LogprobScratch.allocate(most, VOCAB, device)
         self.entries = torch.zeros((most, ENTRY), dtype=torch.int32, device=device)
         self.masks = torch.randint(
@@ -134,8 +138,8 @@ class Bench:
         def call(logits: Tensor) -> None:
             if not changes:
                 draw(logits, numbers[:draws], slice(0, draws), kind)
-            for begin in range(0, draws if changes else 0, WIDE_ROWS):
-                some = slice(begin, min(begin + WIDE_ROWS, draws))
+            for begin in range(0, draws if changes else 0, self.wide_rows):
+                some = slice(begin, min(begin + self.wide_rows, draws))
                 one = numbers[some]
                 edited.edit(
                     logits, self.masks, self.positions, edited.Draws(one, one, one, slots[some]),
@@ -181,6 +185,9 @@ class Bench:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wide", type=int, default=WIDE_ROWS, help="edited rows at a time")
+    wide_rows = parser.parse_args().wide
     device = torch.device("cuda")
     card = torch.cuda.get_device_name(device)
     speed = copy_speed(device)
@@ -188,7 +195,7 @@ def main() -> None:
     print(f"{card}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"{'us a call':34}" + "".join(f"{f'D={draws}':>9}" for draws in DRAWS))
     print(f"{'floor':34}" + "".join(f"{floors[draws]:9.1f}" for draws in DRAWS))
-    bench = Bench(device)
+    bench = Bench(device, wide_rows)
     results: dict[str, dict[int, float]] = {}
     asked = {name: (spread, sampling, False) for name, (spread, sampling) in CASES.items()}
     asked |= {name: (3.0, sampling, masked) for name, (sampling, masked) in FAMILIES.items()}
@@ -201,6 +208,7 @@ def main() -> None:
             "torch": torch.__version__,
             "triton": triton.__version__,
             "vocab": VOCAB,
+            "wide_rows": wide_rows,
             "copy_bytes_per_s": speed,
             "floor_us": floors,
             "call_us": results,

@@ -19,11 +19,12 @@ from headrace.api.schemas import (
     Tokenize,
 )
 from headrace.api.service import Service
+from headrace.api.structured import checked_grammar
 from headrace.asked import output_tokens
 from headrace.beams import BeamRules
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
-from headrace.messages import EngineInfo
+from headrace.messages import EngineInfo, Grammar
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.trace import Span, prompt_spans
 
@@ -78,18 +79,20 @@ async def prepare_chat(
 ) -> Prepared:
     """One prompt from the chat template. Raises InvalidRequest, ContextTooLong."""
     limit = request.limit_tokens
+    grammar = await checked_grammar(service, request)
     ids = await _timed(
         service, body_bytes, lambda: chat_ids(service, request, normalise(request.messages))
     )
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
-    return _prepared(service, request, info, [ids], limit, "messages")
+    return _prepared(service, request, info, [ids], limit, "messages", grammar)
 
 
 async def prepare_completion(
     service: Service, request: Completion, info: EngineInfo, body_bytes: int
 ) -> Prepared:
     """One to MAX_PROMPTS prompts of text or ids. Raises InvalidRequest, ContextTooLong."""
+    grammar = await checked_grammar(service, request)
     add_special = request.add_special_tokens is not False
     n = request.width
     tokenizer = service.tokenizer
@@ -117,7 +120,7 @@ async def prepare_completion(
 
     ids, echo, spans = await _timed(service, body_bytes, encode)
     limit = COMPLETION_TOKENS if request.limit_tokens is None else request.limit_tokens
-    return _prepared(service, request, info, ids, limit, "prompt", echo, spans)
+    return _prepared(service, request, info, ids, limit, "prompt", grammar, echo, spans)
 
 
 def _echo(
@@ -250,11 +253,12 @@ def _prepared(
     prompts: list[list[int]],
     limit: int | None,
     param: str,
+    grammar: Grammar | None,
     echo: list[str] | None = None,
     spans: list[list[Span]] | None = None,
 ) -> Prepared:
     shown = _shown(request, spans or [])
-    beams = _beams(request)
+    beams = _beams(request, grammar)
     width = request.n or 1 if beams else request.width
     ranked = width > (request.n or 1)
     stop_ids = list(request.stop_token_ids or ())
@@ -281,6 +285,7 @@ def _prepared(
             n=width,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            grammar=grammar,
             prompt_logprobs=max(shown.prompt_top, shown.top if shown.echo else -1),
         )
         for prompt in prompts
@@ -312,10 +317,14 @@ def _shown(request: Generation, spans: list[list[Span]]) -> Shown:
     )
 
 
-def _beams(request: Generation) -> BeamRules | None:
+def _beams(request: Generation, grammar: Grammar | None) -> BeamRules | None:
     """The search that is asked for. As OpenAI's ancestors had it, best_of is a width too."""
     if not request.use_beam_search:
         return None
+    if grammar is not None:
+        raise InvalidRequest(
+            "use_beam_search and structured output exclude each other", param="use_beam_search"
+        )
     penalty, early = request.length_penalty, request.early_stopping
     return BeamRules(
         width=request.width,

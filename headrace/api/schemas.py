@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
+from headrace.grammar.asked import ResponseFormat, StructuredOutputs
 
 MAX_N = 128  # choices a prompt
 MAX_PROMPTS = 1024  # prompts in one completions request
@@ -57,6 +58,12 @@ class Generation(Draws, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None  # these are structured_outputs, of old
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
@@ -167,7 +174,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "audio": (None,),
     "modalities": (None, ["text"]),
@@ -175,11 +181,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "reasoning_effort": (None,),
     "verbosity": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "truncate_prompt_tokens": (None,),
     "documents": (None, []),
     "chat_template": (None,),

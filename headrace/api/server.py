@@ -75,8 +75,11 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(AFTER_DEADLINE_S),
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(Server(config), service, exchanges, sock))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(Server(config), service, exchanges, sock))
+    finally:
+        service.checker.close()
 
 
 async def _run(server: Server, service: Service, exchanges: Exchanges, sock: socket.socket) -> None:

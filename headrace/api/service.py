@@ -16,6 +16,7 @@ from headrace.config import Settings
 from headrace.draws import parse_defaults
 from headrace.engine.client import EngineClient, TokenStream
 from headrace.errors import NotFound
+from headrace.grammar.check import Checker
 from headrace.messages import Done
 from headrace.observe.metrics import ApiMetrics
 from headrace.sources.card import ModelCard
@@ -49,6 +50,10 @@ class Service:
         self.fingerprint = "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10]
         self.eos_ids = list(card.eos_ids)
         self.sampler = Sampler(card, parse_defaults(settings.default_sampling), tokenizer)
+        special = sorted(tokenizer.special_ids)
+        self.checker = Checker(
+            [tokenizer.id_to_bytes(i).decode("utf-8", "replace") for i in special]
+        )
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 
     def draw_seed(self) -> int:

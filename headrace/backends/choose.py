@@ -25,9 +25,9 @@ from headrace.errors import ConfigError
 _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "fake": (
         "dtype", "load_format", "quantization", "kv_dtype", "kv_memory", "threads",
-        "gpu_memory_utilization",
+        "gpu_memory_utilization", "prefill_attention",
     ),
-    "cpu": ("gpu_memory_utilization",),
+    "cpu": ("gpu_memory_utilization", "prefill_attention"),
     "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),
 }  # fmt: skip
 _LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.043, 5

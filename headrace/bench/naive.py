@@ -113,6 +113,8 @@ class NaiveEngine:
             return "invalid_request", f"handle {message.handle} is in use"
         if not message.prompt or not all(0 <= x < self._vocab_size for x in message.prompt):
             return "invalid_request", f"prompt ids must lie in [0, {self._vocab_size})"
+        if message.grammar is not None:
+            return "invalid_request", "the naive engine has no structured output"
         if message.adapter:
             return "invalid_request", "the naive engine has no adapters"
         if beyond := _beyond(message):
@@ -145,9 +147,16 @@ class NaiveEngine:
             self._close_job(job, "abort")
         self._out.pop(owner, None)
 
+    def warm(self) -> None:
+        """The worker has been ready from the start."""
+
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._out)
+
+    def idle(self) -> bool:
+        """Nothing is ever put off."""
+        return False
 
     def turn(self) -> dict[int, TokenOut]:
         """What has come since the last turn, by owner. Waits at most `PATIENCE_S` for the first."""

@@ -28,6 +28,7 @@ from headrace.messages import (
     End,
     EngineInfo,
     Finish,
+    Grammar,
     Logprobs,
     Pulse,
     Sampling,
@@ -63,6 +64,7 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    grammar: Grammar | None = None
     prompt_logprobs: int = -1
 
 
@@ -340,6 +342,7 @@ class EngineClient:
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
                 arrived_s=arrived_s,
+                grammar=job.grammar,
                 prompt_logprobs=job.prompt_logprobs,
             )
             if not self._send(submit):

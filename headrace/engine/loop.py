@@ -2,6 +2,9 @@
 
 plain     plan N, run N, apply N
 overlap   plan and launch N+1 while N runs, then apply N; `_in_flight` carries N to the next turn
+
+A step draws at once, unless a request with a grammar lives: then N+1 draws when N was applied, and
+its masks are made while its forward pass runs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from collections.abc import Callable
 from headrace.config import Settings
 from headrace.engine.budget import budget_for
 from headrace.engine.draft import Flight
-from headrace.engine.protocol import Runner, Ticket
+from headrace.engine.masker import Masker
+from headrace.engine.protocol import Grammars, Masks, Runner, Ticket
 from headrace.engine.registry import Registry
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.stats import EngineStats, Tally
@@ -22,7 +26,27 @@ from headrace.kv.cache import KVCache
 from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
 
 log = logging.getLogger(__name__)
-InFlight = tuple[Flight, Ticket]
+
+
+class InFlight:
+    """A step between its launch and its result."""
+
+    __slots__ = ("_finished", "flight", "ticket")
+
+    def __init__(self, flight: Flight, ticket: Ticket) -> None:
+        self.flight, self.ticket = flight, ticket
+        self._finished = False
+
+    def finish(self, masks: Masks | None) -> None:
+        """Let it draw."""
+        self._finished = True
+        self.ticket.finish(masks)
+
+    def result(self) -> StepResult:
+        """Wait for it. A step that was never let draw draws without masks, for nobody."""
+        if not self._finished:
+            self.finish(None)
+        return self.ticket.result()
 
 
 class Engine:
@@ -43,6 +67,7 @@ class Engine:
         *,
         overlap: bool,
         itl_target_s: float = 0.0,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepPlan, StepResult], None] | None = None,
     ) -> None:
@@ -55,7 +80,9 @@ class Engine:
         assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
         budget = budget_for(capacity.cost, settings.max_num_batched_tokens, itl_target_s)
         self.scheduler = Scheduler(settings, kv, capacity, budget, self._tally)
-        self.registry = Registry(settings, kv, capacity, self.scheduler, self._tally)
+        self.registry = Registry(settings, kv, capacity, self.scheduler, self._tally, grammars)
+        self._grammars = grammars
+        self._masker = Masker(grammars, capacity) if grammars is not None else None
         self._clock = clock
         self._on_step = on_step
         self._step = self._step_overlap if overlap else self._step_plain
@@ -78,27 +105,56 @@ class Engine:
         """An API process is gone: its requests end, and nothing more is said to it."""
         self.registry.drop_owner(owner)
 
+    def warm(self) -> None:
+        """Get ready, in the background, for what the first request that needs it would wait for."""
+        if self._grammars is not None:
+            self._grammars.warm()
+
     @property
     def has_work(self) -> bool:
         """A turn would do or say something."""
-        return bool(self._in_flight or self.registry.outbox) or self.scheduler.has_work
+        registry = self.registry
+        return (
+            bool(self._in_flight or registry.outbox or len(registry.compiling))
+            or self.scheduler.has_work
+        )
 
     def turn(self) -> dict[int, TokenOut]:
         """One turn of the loop: owner -> what it is told. {} when there is nothing to say.
 
         Raises what the runner raised if two steps in a row break.
         """
+        if self.registry.compiling:
+            self._take_compiled()
         self._step()
         return self.registry.outbox.take()
 
+    def _take_compiled(self) -> None:
+        if not (self._in_flight or self.registry.outbox or self.scheduler.has_work):
+            self.registry.compiling.pause()
+        self.registry.admit_compiled(self._clock())
+
+    def idle(self) -> bool:
+        """Let the runner do a little of what it put off; False: nothing was left.
+
+        Needs: not `has_work`. Whoever never calls it loses no token.
+        """
+        assert not self.has_work, "idle, but there is work"
+        return self.runner.idle()
+
     def _step_plain(self) -> None:
-        if self._launch():
+        if self._launch() and self._finish():
             self._land()
 
     def _step_overlap(self) -> None:
         launched = self._launch()
+        masked = launched and self.registry.constrained > 0
+        if launched and not masked:
+            launched = self._finish()
         if len(self._in_flight) > launched:
             self._land()
+        if masked:  # its masks depend on the tokens that have just landed
+            self._finish()
 
     def _launch(self) -> bool:
         """Plan a step and start it. False if there is none to plan, or it broke."""
@@ -109,22 +165,43 @@ class Engine:
             return False
         try:
             ticket = self.runner.launch(flight.plan)
-            ticket.finish()
         except Exception as error:
             self._recover(flight, error)
             return False
-        self._in_flight.append((flight, ticket))
+        self._in_flight.append(InFlight(flight, ticket))
         return True
+
+    def _finish(self) -> bool:
+        """Let the newest step in flight draw. False if it broke, or went with one before it."""
+        if not self._in_flight:
+            return False
+        newest = self._in_flight[-1]
+        try:
+            newest.finish(self._masks(newest.flight))
+        except Exception as error:
+            self._in_flight.pop()
+            self._recover(newest.flight, error)
+            return False
+        return True
+
+    def _masks(self, flight: Flight) -> Masks | None:
+        """Needs: every step before it was applied, if a request with a grammar lives."""
+        if self._masker is None or not self.registry.constrained:
+            return None
+        masks, complete = self._masker.masks(flight)
+        self.registry.give_up(flight)
+        self.registry.complete(complete)
+        return masks if masks.draws else None
 
     def _land(self) -> None:
         """Wait for the oldest step in flight and apply it."""
-        flight, ticket = self._in_flight.popleft()
+        oldest = self._in_flight.popleft()
         try:
-            result = ticket.result()
+            result = oldest.result()
         except Exception as error:
-            self._recover(flight, error)
+            self._recover(oldest.flight, error)
         else:
-            self._apply(flight, result)
+            self._apply(oldest.flight, result)
 
     def _apply(self, flight: Flight, result: StepResult) -> None:
         self._broken_in_a_row = 0
@@ -141,9 +218,10 @@ class Engine:
         log.error("step %d broke", broken.plan.step, exc_info=error)
         lost = [broken]
         while self._in_flight:
-            flight, ticket = self._in_flight.popleft()
+            entry = self._in_flight.popleft()
+            flight = entry.flight
             try:
-                result = ticket.result()
+                result = entry.result()
             except Exception:
                 log.error("step %d broke with it", flight.plan.step, exc_info=True)
                 lost.append(flight)
@@ -181,9 +259,11 @@ class Engine:
     def close(self) -> None:
         """Wait for the steps in flight and free the device. Live requests hear nothing more."""
         while self._in_flight:
-            _, ticket = self._in_flight.popleft()
+            entry = self._in_flight.popleft()
             try:
-                ticket.result()
+                entry.result()
             except Exception:
                 log.warning("a step broke while the engine closed", exc_info=True)
         self.runner.close()
+        if self._grammars is not None:
+            self._grammars.close()

@@ -8,15 +8,25 @@ Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV) and `r
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.stats import EngineStats
-from headrace.messages import Abort, Finish, KernelsInfo, StepPlan, StepResult, Submit, TokenOut
+from headrace.messages import (
+    Abort,
+    Finish,
+    Grammar,
+    KernelsInfo,
+    StepPlan,
+    StepResult,
+    Submit,
+    TokenOut,
+)
 
 
 class StepCost(msgspec.Struct, frozen=True):
@@ -107,8 +117,59 @@ class Runner(Protocol):
         steps run from a graph. A count never falls and a name never goes. Asked after every turn.
         """
 
+    def idle(self) -> bool:
+        """Do a little of what was put off: at most some 100 ms. False: nothing was left to do.
+
+        Changes: nothing that a later step reads; rows, blocks and tokens stay as they are.
+        Needs: `finish` was called on every ticket.
+        """
+
     def close(self) -> None:
         """Free the device. No ticket may be open."""
+
+
+class Matcher(Protocol):
+    """Where one choice stands in its grammar. Implementation: `grammar.matcher.Matcher`."""
+
+    @property
+    def ended(self) -> bool:
+        """The output is complete and nothing may follow."""
+
+    @property
+    def accepts(self) -> bool:
+        """The output may end here."""
+
+    def advance(self, token: int) -> None:
+        """One more token of the output. Raises HeadraceError if it cannot be followed."""
+
+    def forced(self) -> list[int]:
+        """Tokens that are all that can follow now, in order; [] where there is a choice."""
+
+    def check(self) -> None:
+        """Raise HeadraceError if it was given up (in a fill, say)."""
+
+    def clone(self) -> Self:
+        """Another one that stands where this one stands."""
+
+
+class Grammars(Protocol):
+    """Compiles grammars off the step path. Implementation: `grammar.compile.Compiler`."""
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """Ids that no grammar matches as text: the model ends with them."""
+
+    def compile(self, grammar: Grammar, /) -> Future[Any]:
+        """A `Matcher` that stands at the start, to be cloned; or HeadraceError. Never blocks."""
+
+    def fill(self, matchers: Sequence[Any], bits: npt.NDArray[np.int32], /) -> None:
+        """bits[i] = what matchers[i] allows next; at least one matcher. bits is C-contiguous."""
+
+    def warm(self) -> None:
+        """Do now, in the background, what the first `compile` would wait for."""
+
+    def close(self) -> None:
+        """Compile nothing more."""
 
 
 class ServingEngine(Protocol):
@@ -133,8 +194,17 @@ class ServingEngine(Protocol):
     def has_work(self) -> bool:
         """A turn would do or say something."""
 
+    def warm(self) -> None:
+        """Get ready, in the background, for what the first request would wait for."""
+
     def turn(self) -> dict[int, TokenOut]:
         """Owner -> what it is told. {} when there is nothing to say."""
+
+    def idle(self) -> bool:
+        """Do a little of what was put off until now; False: nothing was left to do.
+
+        Needs: there is no work. Nobody has to call it.
+        """
 
     def stats(self) -> EngineStats:
         """Gauges and counters at this moment."""

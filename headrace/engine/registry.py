@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from itertools import repeat
 
 from headrace.config import Settings
+from headrace.engine.compiling import Compiling
 from headrace.engine.draft import Flight
 from headrace.engine.outbox import Outbox
-from headrace.engine.protocol import Capacity
+from headrace.engine.protocol import Capacity, Grammars, Matcher
 from headrace.engine.request import NO_ROW, Request, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.stats import Tally
@@ -41,9 +42,12 @@ class Registry:
         capacity: Capacity,
         scheduler: Scheduler,
         tally: Tally,
+        grammars: Grammars | None = None,
     ) -> None:
         self.outbox = Outbox()
         self.live = 0
+        self.constrained = 0  # live requests with a grammar
+        self.compiling = Compiling(grammars)
         self._requests: dict[int, dict[int, Request]] = {}  # owner -> handle -> request
         self._arrivals = 0
         self._settings = settings
@@ -70,7 +74,19 @@ class Registry:
         request = Request(owner, submit, self._arrivals, now, policy, table)
         self._requests.setdefault(owner, {})[submit.handle] = request
         self.live += 1
-        self._scheduler.add(request.sequences[0], now)
+        if submit.grammar is None:
+            self._scheduler.add(request.sequences[0], now)
+        else:
+            self.constrained += 1
+            self.compiling.add(request, now)
+
+    def admit_compiled(self, now: float) -> None:
+        """Requests whose matcher is there join the queue; those that have none end."""
+        for request, error in self.compiling.take(now):
+            if error is None:
+                self._scheduler.add(request.sequences[0], now)
+            else:
+                self._end_all(request, "error", error.code, error.message)
 
     def _refuse(self, owner: int, submit: Submit) -> None:
         """Raise what is wrong with a submit: what can never run, a live handle, a full queue."""
@@ -93,11 +109,14 @@ class Registry:
                 f"n = {submit.n} is over {rows}, the sequences that can run at once", param="n"
             )
         self._refuse_length(prompt, most)
+        if submit.grammar is not None:
+            self.compiling.refuse()
         queue, free = self._scheduler.queue, self._scheduler.free_rows
         limit = self._settings.max_queue
         # Those for whom rows are free are on their way, though no step has taken them in yet.
-        waiting = min(len(queue), max(0, queue.rows - free))
-        if waiting >= limit and queue.rows + submit.n > free:
+        soon, rows = len(queue) + len(self.compiling), queue.rows + self.compiling.rows
+        waiting = min(soon, max(0, rows - free))
+        if waiting >= limit and rows + submit.n > free:
             raise QueueFull(f"{waiting} requests wait; max_queue is {limit}")
 
     def _refuse_length(self, prompt: int, most: int) -> None:
@@ -204,6 +223,9 @@ class Registry:
                 sequence.computed = computed = start + 1
                 if not computed % block_size:
                     kv.commit(sequence.table, sequence.tokens, computed)
+            known = sequence.tokens
+            if len(known) > start + 1:
+                continue  # its grammar had forced this token, and those after it
             if sequence.owner != owner:
                 owner = sequence.owner
                 out = outbox.of(owner)
@@ -215,10 +237,11 @@ class Registry:
                 outbox.note(out, entry)
             sent += 1
             sequence.request.last_token_s = now
-            known = sequence.tokens
             known.append(token)
             if token in sequence.stop_ids:
                 self._end(sequence, "stop", token)
+            elif sequence.matcher is not None:
+                sent += self._follow(sequence, token)
             elif len(known) >= sequence.limit:
                 self._end(sequence, "length")
         self._tally.generation_tokens += sent
@@ -244,8 +267,62 @@ class Registry:
         sequence.tokens.append(token)
         if token in sequence.stop_ids:
             self._end(sequence, "stop", token)
+        elif sequence.matcher is not None:
+            self._tally.generation_tokens += self._follow(sequence, token)
         elif len(sequence.tokens) >= sequence.limit:
             self._end(sequence, "length")
+
+    def _follow(self, sequence: Sequence, token: int) -> int:
+        """The grammar of `sequence` sees its newest token; returns how many more it forces.
+
+        They are known and told at once, and the next plan computes them as one chunk. A choice
+        whose grammar allows no more ends with "stop", without an end id.
+        """
+        matcher, known = sequence.matcher, sequence.tokens
+        assert matcher is not None, "a choice without a grammar"
+        before = len(known)
+        try:
+            matcher.advance(token)
+            if sequence.forcible and not matcher.ended and before < sequence.limit - 1:
+                self._force(sequence, matcher)
+        except HeadraceError as error:
+            self._end_all(sequence.request, "error", error.code, error.message)
+            return 0
+        if matcher.ended:
+            self._end(sequence, "stop")
+        elif len(known) >= sequence.limit:
+            self._end(sequence, "length")
+        return len(known) - before
+
+    def _force(self, sequence: Sequence, matcher: Matcher) -> None:
+        """Append what can only follow. One token is no gain: the draw in flight yields it."""
+        known = sequence.tokens
+        forced = matcher.forced()[: sequence.limit - len(known)]
+        if len(forced) < 2 or not sequence.stop_ids.isdisjoint(forced):
+            return
+        out = self.outbox.of(sequence.owner)
+        for token in forced:
+            matcher.advance(token)
+            known.append(token)
+            out.handles.append(sequence.handle)
+            out.choices.append(sequence.choice)
+            out.tokens.append(token)
+        sequence.base = len(known)
+
+    def complete(self, sequences: list[Sequence]) -> None:
+        """The grammar of each allows only its end now: it ends with "stop"."""
+        for sequence in sequences:
+            if not sequence.ended:
+                self._end(sequence, "stop")
+
+    def give_up(self, flight: Flight) -> None:
+        """Requests whose matcher was given up end with an error."""
+        for sequence in (*flight.decoders, *flight.drawers):
+            if sequence.matcher is not None and not sequence.ended:
+                try:
+                    sequence.matcher.check()
+                except HeadraceError as error:
+                    self._end_all(sequence.request, "error", error.code, error.message)
 
     def _fail_draws(self, flight: Flight, result: StepResult) -> None:
         """The requests behind failed draws end with an error, the others do not notice."""
@@ -270,12 +347,12 @@ class Registry:
         """One choice ends; the last one ends the request."""
         request = sequence.request
         self._end_choice(request, sequence.choice, reason, stop_id, count)
-        if None not in request.reasons:
+        if request.closed:
             self._close(request, "", "")
 
     def _end_all(self, request: Request, reason: Reason, error: str, message: str) -> None:
         """All open choices end, those not forked yet too."""
-        if None not in request.reasons:
+        if request.closed:
             return  # ended already, by another of its sequences
         for choice, known in enumerate(request.reasons):
             if known is None:
@@ -307,6 +384,7 @@ class Registry:
         if not mine:
             del self._requests[owner]
         self.live -= 1
+        self.constrained -= request.submit.grammar is not None
         order: tuple[Reason, ...] = ("error", "abort", "length", "stop")  # the worst names it
         worst = next(reason for reason in order if reason in request.reasons)
         self._tally.finished[worst] += 1

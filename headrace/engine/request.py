@@ -4,11 +4,15 @@ A request's progress is integers. For one sequence (one choice), always
 
     computed <= planned <= len(tokens) + draws in flight,    len(tokens) <= limit
 
+Tokens that a grammar forces are known before they are drawn: they are appended to `tokens`, and a
+draw in flight for a position that is known by then is dropped.
+
   tokens    prompt and drawn tokens that the host has read
   cached    tokens whose KV came from the prefix cache when it was last admitted
   planned   tokens whose KV a launched step computes or has computed
   computed  tokens whose KV a finished step has computed
-  base      len(tokens) when it was last admitted: what is at or after it was drawn into its row
+  base      len(tokens) when it was last admitted, or when its grammar last forced tokens: what is
+            at or after it was drawn into its row
   room      the token at this position needs another look at memory (or is the last one)
   limit     prompt + max_tokens
   scored    newest prompt token whose log-probability was passed on (0: none; token 0 has none)
@@ -23,6 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.engine.policy import Key, Policy, order_key
+from headrace.engine.protocol import Matcher
 from headrace.kv.cache import Table
 from headrace.messages import Reason, Submit
 
@@ -38,9 +43,11 @@ class Sequence:
         "choice",
         "computed",
         "ended",
+        "forcible",
         "handle",
         "key",
         "limit",
+        "matcher",
         "owner",
         "peak",
         "planned",
@@ -79,6 +86,8 @@ class Sequence:
         self.spare_rows: list[int] = []  # rows kept for the other choices until the fork
         self.ticket: Any = None  # its entry in the waiting queue, None when it does not wait
         self.ended = False
+        self.matcher: Matcher | None = None  # where it stands in its grammar
+        self.forcible = request.forcible
 
     @property
     def drained(self) -> bool:
@@ -148,9 +157,22 @@ class Request:
         return Sequence(self, choice, key, tokens, table)
 
     @property
+    def forcible(self) -> bool:
+        """Tokens that its grammar forces need no draw: nothing else is asked of a draw."""
+        sampling = self.submit.sampling
+        rules = sampling.rules
+        free = rules is None or not (rules.allowed or rules.banned or rules.bad_words)
+        return free and sampling.logprobs < 0
+
+    @property
     def unforked(self) -> bool:
         """Choices 1.. do not exist yet."""
         return len(self.sequences) < self.submit.n
+
+    @property
+    def closed(self) -> bool:
+        """Every choice has ended."""
+        return None not in self.reasons
 
     @property
     def rows(self) -> int:
@@ -164,5 +186,6 @@ class Request:
         child.key = (parent.key[0], self.arrival, child.choice)
         child.cached, child.planned = parent.cached, parent.planned
         child.computed, child.base = parent.computed, parent.base
+        child.matcher = parent.matcher.clone() if parent.matcher is not None else None
         self.sequences.append(child)
         return child

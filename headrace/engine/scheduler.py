@@ -3,6 +3,7 @@
 One plan, in order: a better class takes the place of a worse one; every running sequence past its
 prompt gets one token; what is left of the budget (`engine.budget`) goes to prompts, those that run
 and those that are admitted, best key first. Nothing is admitted past a sequence that does not fit.
+Tokens that a grammar forced are like those of a prompt that runs, but for their memory.
 
 Memory. An admission reserves all blocks of the tokens it brings, so only decoding asks for more.
 When there is none, the worst running sequence is preempted: it loses its KV and its row, goes back
@@ -123,7 +124,8 @@ class Scheduler:
         for sequence in self.running:  # `_grow` may take victims off its end, never before here
             start = sequence.planned
             if start < sequence.base:
-                prefills.append(sequence)
+                if sequence.base <= sequence.room or self._grow(sequence, draft, now):
+                    prefills.append(sequence)
                 continue
             if start >= sequence.room and not self._grow(sequence, draft, now):
                 continue
@@ -134,12 +136,13 @@ class Scheduler:
         return prefills
 
     def _grow(self, sequence: Sequence, draft: Draft, now: float) -> bool:
-        """Make the sequence's next position writable, by preemption if need be."""
+        """Make its next position, or all it knows, writable; by preemption if need be."""
         if sequence.drained:
             return False
         start = sequence.planned
+        upto = max(start + 1, sequence.base)
         held = len(sequence.table.blocks)
-        while (grant := self.kv.reserve(sequence.table, start + 1, start)) is None:
+        while (grant := self.kv.reserve(sequence.table, upto, start)) is None:
             worst = victim(self.running)
             # Blocks behind the fence come back when the step in flight ends, and so do those of a
             # sequence whose last draw is in flight. The worst one waits: it takes nobody's place.
@@ -259,7 +262,7 @@ class Scheduler:
         sequence.cached = 0 if sequence.unscored else self.kv.match(sequence.table, sequence.tokens)
         grant = self.kv.reserve(sequence.table, known, sequence.cached)
         assert grant is not None, "blocks that were probed are gone"
-        sequence.base = known
+        sequence.base = sequence.room = known
         sequence.planned = sequence.computed = min(sequence.cached, known - 1)
         sequence.row, *sequence.spare_rows = (self._free_rows.pop() for _ in range(request.rows))
         draft.join(sequence)

@@ -300,13 +300,20 @@ def _loop(
     engine: ServingEngine,
     metrics: EngineMetrics,
 ) -> None:
-    """Inbox, turn, outbox; blocked in `poll` while there is no work."""
+    """Inbox, turn, outbox; blocked in `poll` while there is no work.
+
+    Before that, the engine does what it put off, one piece after another while the inbox is empty:
+    a request waits for one piece at most.
+    """
     poller = zmq.Poller()
     poller.register(post.socket, zmq.POLLIN)
     poller.register(stopper.fileno(), zmq.POLLIN)
     while not stopper.stopped:
-        if not engine.has_work:
-            poller.poll(IDLE_POLL_MS)
+        if not engine.has_work and not poller.poll(0):
+            if engine.idle():
+                metrics.update(engine.stats())
+            else:
+                poller.poll(IDLE_POLL_MS)
         taken = post.drain()
         if taken < INTAKE:
             post.judge()

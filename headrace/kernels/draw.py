@@ -7,25 +7,14 @@ import triton.language as tl
 
 from headrace.kernels import pdl
 from headrace.kernels.philox import uniform
+from headrace.kernels.truncation import kept_of
+from headrace.kernels.typical import near_of, peak_of, wants_typical
 from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, slope, unordered, weight
 
 
 @triton.jit
-def _kept(weights, keys, edge, room):
-    """Weights of one chunk with those below the edge, and equals beyond their room, set to 0."""
-    equal = keys == edge
-    rank = tl.cumsum(equal.to(tl.int32), 0)
-    return tl.where((keys > edge) | (equal & (rank <= room)), weights, 0)
-
-
-@triton.jit
-def _inside(row, chunk, local, peak, scale, edge, room, VOCAB, CHUNK, TRUNCATE: tl.constexpr):
-    """The first id of a chunk whose cumulative weight exceeds `local` (int64, below its mass)."""
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
-    weights = weight(z, peak, scale)
-    if TRUNCATE:
-        weights = _kept(weights, ordered(z), edge, room)
+def _first_over(ids, weights, local, VOCAB):
+    """The first id whose cumulative weight exceeds `local` (int64, below their sum)."""
     return tl.min(tl.where(tl.cumsum(weights, 0) > local, ids, VOCAB - 1), 0)
 
 
@@ -45,18 +34,25 @@ def draw_kernel(
     equals,
     edges,
     rooms,
+    edits,
+    all_peaks,
+    means,
+    limits,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     WEIGH: tl.constexpr,
     TRUNCATE: tl.constexpr,
+    TYPICAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (draws,). Greedy rows take the first largest logit, others the token at u.
 
     With TRUNCATE `masses` holds the weights above the row's edge and `equals` [draws, chunks]
-    counts the tokens on it, of which the first rooms[draw] stay. Instead of a token: -1 where
+    counts the tokens on it, of which the first rooms[draw] stay. With TYPICAL, in rows that use
+    typical_p, `masses` and `peaks` are of the tokens that stay after all filters; all_peaks are of
+    all tokens. Instead of a token: -1 where
     the row holds NaN or +inf, -2 where nothing in it is finite.
     """
     pdl.release(PDL)
@@ -80,12 +76,16 @@ def draw_kernel(
             mass = tl.load(masses + at, mask=real, other=0)
             edge, room = 0, 0
             room_left = tl.zeros_like(chunk)
+            typical = temperature < 0.0  # no
+            if TYPICAL:
+                all_peak = peak_of(all_peaks, draw, CHUNKS, CHUNKS_PADDED)
+                typical, _, _ = wants_typical(table, edits, device_row, all_peak)
             if TRUNCATE:
                 edge, room = tl.load(edges + draw), tl.load(rooms + draw)
                 equal = tl.load(equals + at, mask=real, other=0)
                 room_left = tl.maximum(room - (tl.cumsum(equal, 0) - equal), 0)
                 one = weight(tl.minimum(unordered(edge), base), base, scale)
-                mass += tl.minimum(room_left, equal).to(tl.int64) * one
+                mass += tl.where(typical, 0, tl.minimum(room_left, equal).to(tl.int64) * one)
             # Float64 in one fixed order of additions: the row's own, whatever the batch.
             factor = tl.exp((base - peak).to(tl.float64) / temperature.to(tl.float64))
             share = mass.to(tl.float64) * factor
@@ -107,8 +107,16 @@ def draw_kernel(
             here_peak = tl.max(tl.where(here, base, NEG_INF), 0)
             here_room = tl.sum(tl.where(here, room_left, 0), 0)
             row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
-            token = _inside(
-                row, chosen, local, here_peak, scale, edge, here_room, VOCAB, CHUNK, TRUNCATE
-            )
+            ids = chosen * CHUNK + tl.arange(0, CHUNK)
+            z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
+            # Those that typical_p dropped may lie above.
+            weights = weight(tl.minimum(z, here_peak), here_peak, scale)
+            if TRUNCATE:
+                weights = tl.where(kept_of(ordered(z), edge, here_room), weights, 0)
+            if TYPICAL:  # noqa: SIM102 - the compiler knows one of the two
+                if typical:
+                    near = near_of(z, ids, all_peak, temperature, means + draw, limits + draw * 2)
+                    weights = tl.where(near, weights, 0)
+            token = _first_over(ids, weights, local, VOCAB)
     tl.store(tokens + draw, tl.where(fine, token, tl.where(peak > NEG_INF, -1, -2)))
     tl.store(last + device_row, tl.where(fine, token, 0))

@@ -5,6 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.kernels import pdl
+
+# Ids of a match that are compared before anybody looks; the interpreter gains nothing by it.
+TOGETHER = tl.constexpr(1 if pdl.INTERPRETED else 8)
+
 
 @triton.jit
 def ids_at(slots, table, positions, real, BLOCK: tl.constexpr):
@@ -34,11 +39,13 @@ def match_lengths(slots, table, at, real, first, length, longest, BLOCK: tl.cons
     k = tl.zeros((), tl.int32)
     going = longest > 0
     while going:
-        tail = id_at(slots, table, length - 1 - k, BLOCK)
-        before = at - 1 - k
-        alive = alive & (before >= first)
-        alive = alive & (ids_at(slots, table, before, alive, BLOCK) == tail)
-        matched += alive.to(tl.int32)
-        k += 1
+        for _ in tl.static_range(TOGETHER):  # their loads do not wait for each other
+            counts = k < tl.minimum(longest, length)
+            tail = id_at(slots, table, tl.maximum(length - 1 - k, 0), BLOCK)
+            before = at - 1 - k
+            there = real & (before >= first) & counts
+            alive = alive & there & (ids_at(slots, table, before, there, BLOCK) == tail)
+            matched += alive.to(tl.int32)
+            k += 1
         going = (tl.max(alive.to(tl.int32), 0) > 0) & (k < longest)
     return matched

@@ -20,7 +20,7 @@ from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, unordered
 MOST: int = 20  # the most likely tokens of a row that can be asked for
 ENTRY: int = 2 + 2 * MOST  # int32 of a result: logprob bits, rank, ids, bits of their logprobs
 _TOP: int = 32  # the power of two that holds them
-_NOTHING = tl.constexpr(-(2**62))
+_NOTHING = tl.constexpr(-(2**63 - 1))  # below the key of -inf
 
 
 @triton.jit(do_not_specialize_on_alignment=(*COLUMNS, "rows", "which", "targets"))

@@ -157,8 +157,10 @@ def sample(
     launch(draw_kernel, (draws,),
         logits, sources, params, positions, draw_tokens, draw_rows, last, tokens,
         peaks, scratch.firsts, scratch.masses, scratch.equals, scratch.edges, scratch.rooms,
+        params if edits is None else edits, scratch.peaks, scratch.means, scratch.limits,
         CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
-        WEIGH=weigh, TRUNCATE=truncate, num_warps=8 if weigh else 1, **common,
+        WEIGH=weigh, TRUNCATE=truncate, TYPICAL=kind == "typical",
+        num_warps=8 if weigh else 1, **common,
     )  # fmt: skip
 
 
@@ -201,11 +203,11 @@ def _keep_typical(
         CHUNKS_PADDED=padded, CHUNK=at.chunk, ROOM=room, num_warps=8, **common,
     )  # fmt: skip
     launch(typical_kernel, (draws,),
-        *inputs, at.edges, at.counts, at.candidates.view(torch.float32),
+        *inputs, at.counts, at.candidates.view(torch.float32),
         at.kept_mass, at.kept_moment, at.means, at.limits,
         CHUNKS_PADDED=padded, ROOM=room, num_warps=16, **common,
     )  # fmt: skip
     launch(near_kernel, (chunks, draws),
-        *inputs, at.new_peaks, at.masses, at.equals, at.means, at.limits,
+        *inputs, at.equals, at.edges, at.rooms, at.means, at.limits, at.new_peaks, at.masses,
         CHUNKS_PADDED=padded, CHUNK=at.chunk, num_warps=8, **common,
     )  # fmt: skip

@@ -65,6 +65,14 @@ def _limits(mine, VOCAB: tl.constexpr):
 
 
 @triton.jit
+def kept_of(keys, edge, room):
+    """Which tokens of one chunk stay: those above the edge, and the first `room` on it."""
+    equal = keys == edge
+    rank = tl.cumsum(equal.to(tl.int32), 0)
+    return (keys > edge) | (equal & (rank <= room))
+
+
+@triton.jit
 def _at(sorted_keys, index, N: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, N) == index, sorted_keys, 0), 0)
 

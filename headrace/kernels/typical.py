@@ -14,14 +14,14 @@ import triton.language as tl
 from headrace.kernels import pdl
 from headrace.kernels.edit import double
 from headrace.kernels.edit_params import TYPICAL, WIDTH
-from headrace.kernels.truncation import BLOCK, KEEP_ALL, PIVOTS
+from headrace.kernels.truncation import BLOCK, PIVOTS, kept_of
 from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, slope, weight
 
 FARTHEST = tl.constexpr(0x42800000)  # the bits of 64.0: what weighs anything is nearer
 
 
 @triton.jit
-def _distance(z, peak, temperature, mean):
+def distance_of(z, peak, temperature, mean):
     """int32 in the order of |x - mean|."""
     finite = z > NEG_INF
     x = (peak - tl.where(finite, z, peak)).to(tl.float64) / temperature.to(tl.float64)
@@ -30,13 +30,22 @@ def _distance(z, peak, temperature, mean):
 
 
 @triton.jit
-def _peak_of(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+def near_of(z, ids, peak, temperature, mean_at, limit_at):
+    """Which tokens typical_p keeps, of those that weigh anything."""
+    distance = distance_of(z, peak, temperature, tl.load(mean_at))
+    farthest, first_out = tl.load(limit_at), tl.load(limit_at + 1)
+    near = (distance < farthest) | ((distance == farthest) & (ids < first_out))
+    return near & (weight(z, peak, slope(temperature)) > 0)
+
+
+@triton.jit
+def peak_of(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
     chunk = tl.arange(0, CHUNKS_PADDED)
     return tl.max(tl.load(peaks + draw * CHUNKS + chunk, mask=chunk < CHUNKS, other=NEG_INF), 0)
 
 
 @triton.jit
-def _wants(table, edits, row, peak):
+def wants_typical(table, edits, row, peak):
     """(whether the row's typical tokens are wanted, temperature, p)."""
     temperature = tl.load(table + row * 8).to(tl.float32, bitcast=True)
     p = double(edits + row * WIDTH + TYPICAL)
@@ -65,40 +74,43 @@ def settle_kernel(
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, draws). Tokens that earlier filters dropped become -inf in `wide`; the others
-    go to candidates [draws, ROOM] (bits of their logits, in no fixed order, counted in counts[0]).
+    """Grid (chunks, draws). Tokens that earlier filters left go to candidates [draws, ROOM] (bits
+    of their logits, in no fixed order, counted in counts[0]). Where ROOM may not hold them the
+    others become -inf in `wide`, which is searched then.
 
     kept_mass, kept_moment [draws, chunks] int64: their weights, and weights times x.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
-    peak = _peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
-    wanted, temperature, _ = _wants(table, edits, tl.load(draw_rows + draw), peak)
+    at = draw * CHUNKS + chunk
+    peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    device_row = tl.load(draw_rows + draw)
+    wanted, temperature, _ = wants_typical(table, edits, device_row, peak)
+    edge, room = tl.load(edges + draw), tl.load(rooms + draw)
     if wanted:
-        edge, room = tl.load(edges + draw), tl.load(rooms + draw)
-        each = tl.arange(0, CHUNKS_PADDED)
-        before = tl.load(equals + draw * CHUNKS + each, mask=each < chunk, other=0)
-        room -= tl.sum(before, 0)
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        row = wide + draw.to(tl.int64) * VOCAB
-        z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
-        keys = ordered(z)
-        equal = keys == edge
-        kept = (keys > edge) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-        z = tl.where(kept, z, NEG_INF)
-        tl.store(row + ids, z, mask=ids < VOCAB)
-        mass = weight(z, peak, slope(temperature))
-        x = (peak - tl.where(mass > 0, z, peak)).to(tl.float64) / temperature.to(tl.float64)
-        moment = (mass.to(tl.float64) * x + 0.5).to(tl.int64)
-        tl.store(kept_mass + draw * CHUNKS + chunk, tl.sum(mass, 0))
-        tl.store(kept_moment + draw * CHUNKS + chunk, tl.sum(moment, 0))
-        weighs = mass > 0
-        rank = tl.cumsum(weighs.to(tl.int32), 0)
-        start = tl.atomic_add(counts + draw * 2, tl.sum(weighs.to(tl.int32), 0))
-        place = start + rank - 1
-        mine = candidates + draw.to(tl.int64) * ROOM
-        tl.store(mine + place, z.to(tl.int32, bitcast=True), mask=weighs & (place < ROOM))
+        top_k = tl.load(table + device_row * 8 + 1)
+        few = (top_k > 0) & (top_k <= ROOM)
+        total, moments = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        if (ordered(tl.load(peaks + at)) >= edge) | (few == 0):
+            each = tl.arange(0, CHUNKS_PADDED)
+            before = tl.load(equals + draw * CHUNKS + each, mask=each < chunk, other=0)
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            row = wide + draw.to(tl.int64) * VOCAB
+            z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
+            kept = kept_of(ordered(z), edge, room - tl.sum(before, 0))
+            tl.store(row + ids, NEG_INF, mask=(ids < VOCAB) & (kept == 0) & (few == 0))
+            mass = tl.where(kept, weight(z, peak, slope(temperature)), 0)
+            weighs = mass > 0
+            x = (peak - tl.where(weighs, z, peak)).to(tl.float64) / temperature.to(tl.float64)
+            total = tl.sum(mass, 0)
+            moments = tl.sum((mass.to(tl.float64) * x + 0.5).to(tl.int64), 0)
+            rank = tl.cumsum(weighs.to(tl.int32), 0)
+            place = rank - 1 + tl.atomic_add(counts + draw * 2, tl.sum(weighs.to(tl.int32), 0))
+            mine = candidates + draw.to(tl.int64) * ROOM
+            tl.store(mine + place, z.to(tl.int32, bitcast=True), mask=weighs & (place < ROOM))
+        tl.store(kept_mass + at, total)
+        tl.store(kept_moment + at, moments)
 
 
 @triton.jit
@@ -111,7 +123,7 @@ def _measure(source, begin, end, pivots, peak, scale, temperature, mean):
             at = start + tl.arange(0, BLOCK)
             z = tl.load(source + at, mask=at < end, other=NEG_INF)
             value = weight(z, peak, scale)
-            near = _distance(z, peak, temperature, mean)[None, :] <= pivots[:, None]
+            near = distance_of(z, peak, temperature, mean)[None, :] <= pivots[:, None]
             found += tl.where(near, value[None, :], 0)
             start += BLOCK
     return tl.sum(found, 1)
@@ -160,7 +172,6 @@ def typical_kernel(
     edits,
     draw_rows,
     peaks,
-    edges,
     counts,
     candidates,
     kept_mass,
@@ -174,15 +185,18 @@ def typical_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (draws,). means [draws] float64; limits [draws, 2] int32: the distance of the last token
-    that stays, and the id from which on tokens at just that distance go. The row's edge is off.
+    that stays, and the id from which on tokens at just that distance go.
+
+    Those that earlier filters dropped may still be in `wide`: of equal logits the ones with the
+    highest ids, so they come behind the ones that stay.
 
     candidates [draws, ROOM] float32.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
-    peak = _peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
-    wanted, temperature, p = _wants(table, edits, tl.load(draw_rows + draw), peak)
+    peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    wanted, temperature, p = wants_typical(table, edits, tl.load(draw_rows + draw), peak)
     if wanted:
         each = tl.arange(0, CHUNKS_PADDED)
         at = draw * CHUNKS + each
@@ -215,7 +229,6 @@ def typical_kernel(
         tl.store(means + draw, mean)
         tl.store(limits + draw * 2, distance)
         tl.store(limits + draw * 2 + 1, high)
-        tl.store(edges + draw, KEEP_ALL)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -225,41 +238,42 @@ def near_kernel(
     edits,
     draw_rows,
     peaks,
-    new_peaks,
-    masses,
     equals,
+    edges,
+    rooms,
     means,
     limits,
+    new_peaks,
+    masses,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, draws). Tokens beyond the limit become -inf in `wide`; masses and equals are
-    those of what is left. new_peaks [draws, chunks]: the peaks to draw with, of every row.
+    """Grid (chunks, draws). masses becomes the weight of the tokens that stay after all filters,
+    new_peaks [draws, chunks] their largest logit; of rows without typical_p the peaks as they were.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
     at = draw * CHUNKS + chunk
-    peak = _peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
-    wanted, temperature, _ = _wants(table, edits, tl.load(draw_rows + draw), peak)
-    own_peak = tl.load(peaks + at)
+    peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    wanted, temperature, _ = wants_typical(table, edits, tl.load(draw_rows + draw), peak)
+    own_peak, edge = tl.load(peaks + at), tl.load(edges + draw)
     if wanted:
-        mean = tl.load(means + draw)
-        farthest, first_out = tl.load(limits + draw * 2), tl.load(limits + draw * 2 + 1)
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        row = wide + draw.to(tl.int64) * VOCAB
-        z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
-        distance = _distance(z, peak, temperature, mean)
-        near = (distance < farthest) | ((distance == farthest) & (ids < first_out))
-        z = tl.where(near & (weight(z, peak, slope(temperature)) > 0), z, NEG_INF)
-        tl.store(row + ids, z, mask=ids < VOCAB)
-        own_peak = tl.max(z, 0)
         mass = tl.zeros((), tl.int64)
-        if own_peak > NEG_INF:
-            mass = tl.sum(weight(z, own_peak, slope(temperature)), 0)
+        if ordered(own_peak) >= edge:
+            each = tl.arange(0, CHUNKS_PADDED)
+            before = tl.load(equals + draw * CHUNKS + each, mask=each < chunk, other=0)
+            room = tl.load(rooms + draw) - tl.sum(before, 0)
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            row = wide + draw.to(tl.int64) * VOCAB
+            z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
+            near = near_of(z, ids, peak, temperature, means + draw, limits + draw * 2)
+            z = tl.where(near & kept_of(ordered(z), edge, room), z, NEG_INF)
+            own_peak = tl.max(z, 0)
+            if own_peak > NEG_INF:
+                mass = tl.sum(weight(z, own_peak, slope(temperature)), 0)
         tl.store(masses + at, mass)
-        tl.store(equals + at, 0)
     tl.store(new_peaks + at, own_peak)

@@ -73,6 +73,7 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
     # Compiled kernels stay; Triton's own key names sources, versions, options and card.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_home() / "triton"))
     with phase("find the GPU", report):
+        from headrace.backends.cuda.attention import check_choice
         from headrace.backends.cuda.device import find_card, native_bfloat16
         from headrace.runner.build_cuda import build_runner
 
@@ -83,6 +84,8 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
         facts = read_facts(settings, files)
         if facts.dtype.value == torch.bfloat16 and not native_bfloat16(card):
             raise ConfigError(f"{card.name} has no bfloat16: use float16", param="dtype")
+        head_dim = facts.spec.head_dim
+        check_choice(settings.prefill_attention, facts.dtype.value, head_dim, target)
     with phase("load weights", report):
         model = load_model(facts.spec, facts.checkpoint, facts.dtype.value, target, report)
         torch.cuda.synchronize(target)

@@ -14,11 +14,12 @@ from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
 from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore
 from headrace.backends.cuda.ops import Choose, Place
-from headrace.config import Resolved, Settings, parse_bytes
+from headrace.config import PrefillAttention, Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
 from headrace.errors import ConfigError
 from headrace.kernels import pdl, tuned
 from headrace.kernels.product import Workspace
+from headrace.messages import KernelsInfo
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
 from headrace.runner import ledger
@@ -58,6 +59,7 @@ def forward_on(
     *,
     choose: Choose | None = None,
     decoding: Callable[[int], tuned.Decoding] | None = None,
+    prefill_attention: PrefillAttention = "auto",
 ) -> Forward:
     """The model with a KV cache of `blocks` and empty tables.
 
@@ -104,6 +106,7 @@ def forward_on(
             multiprocessors=card.multiprocessors,
             device_name=card.name,
         ),
+        prefill_attention,
     )
     return Forward(model, place, state, attention, plan.max_tokens)
 
@@ -129,8 +132,9 @@ def build_runner(
         max_model_len=wanted_len.value,
     )
     buffers = Buffers(model.spec, plan.max_tokens, plan.max_rows, model.dtype, device)
+    forward_of = functools.partial(forward_on, prefill_attention=settings.prefill_attention)
     with phase("compile kernels", report):
-        trial = forward_on(model, plan, -(-plan.max_tokens // plan.block_size), card, buffers)
+        trial = forward_of(model, plan, -(-plan.max_tokens // plan.block_size), card, buffers)
         trial.compile(cores())
     with phase("run the largest step", report):
         probe = Probe(trial)
@@ -144,25 +148,41 @@ def build_runner(
     length = ledger.fit_model_len(wanted_len, blocks.value, plan.block_size)
     plan = msgspec.structs.replace(plan, max_model_len=length.value)
     with phase("capture graphs", report):
-        forward = forward_on(model, plan, blocks.value, card, buffers)
+        forward = forward_of(model, plan, blocks.value, card, buffers)
         forward.capture()
     with phase("plan the attention of long prompts", report):
         chosen = forward.prepare_attention()
-    report(chosen, 0.0)
+    kernels = kernels_info(chosen, card)
+    report(kernels.reason, 0.0)
     with phase("measure the time of steps", report):
         cost = measure_cost(forward, plan.max_tokens)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
     lines = [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),
         ledger.Line("sampler", forward.sampler.size_bytes, f"{WIDE_ROWS} edited rows at a time"),
-        ledger.Line("graphs", room.graphs, f"{forward.graph_count}, reserved from the largest"),
+        ledger.Line(
+            "graphs",
+            room.graphs,
+            f"reserved from the largest for {forward.graphs.planned}; "
+            f"{forward.graphs.planned - forward.graphs.captured} are captured later",
+        ),
         ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
     ]
-    capacity = _capacity(model.spec, plan, blocks.value, cost)
+    capacity = _capacity(model.spec, plan, blocks.value, cost, kernels)
     return CudaRunner(forward, capacity), blocks, length, lines
 
 
-def _capacity(spec: ModelSpec, plan: Plan, blocks: int, cost: StepCost | None) -> Capacity:
+def kernels_info(attention: Resolved[str], card: Card) -> KernelsInfo:
+    """The choice of the attention of prompts, for /metrics."""
+    more = "" if attention.value == "triton" else f"+{attention.value}"
+    isa = "sm_{}{}".format(*card.capability)
+    reason = f"prefill attention: {attention.value} ({attention.reason})"
+    return KernelsInfo("cuda", f"triton{more}", isa, "exact", reason)
+
+
+def _capacity(
+    spec: ModelSpec, plan: Plan, blocks: int, cost: StepCost | None, kernels: KernelsInfo
+) -> Capacity:
     return Capacity(
         kv_blocks=[blocks],
         block_size=plan.block_size,
@@ -170,15 +190,16 @@ def _capacity(spec: ModelSpec, plan: Plan, blocks: int, cost: StepCost | None) -
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
         cost=cost,
+        kernels=kernels,
     )
 
 
 def measure_room(forward: Forward, card: Card) -> Room:
     """Device memory in use now, after the largest step ran, less the trial KV cache."""
     free, total = torch.cuda.mem_get_info(card.index)
-    forward.capture(limit=1)
+    forward.capture(1)
     after, _ = torch.cuda.mem_get_info(card.index)
-    graphs = (free - after) * forward.graph_count
+    graphs = (free - after) * forward.graphs.planned
     return Room(total=total, used=total - free - forward.store.size_bytes, graphs=graphs)
 
 

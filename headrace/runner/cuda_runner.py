@@ -23,7 +23,8 @@ from headrace.messages import Logprobs, Output, StepPlan, StepResult
 from headrace.runner.device_state import LIST_IDS
 from headrace.runner.draws import Queued
 from headrace.runner.entries import unpack
-from headrace.runner.forward import Forward, Way
+from headrace.runner.forward import Forward
+from headrace.runner.graphs import Way
 from headrace.runner.plan_check import check, sources_of
 from headrace.runner.prompt_logprobs import PromptLogprobs
 
@@ -98,8 +99,20 @@ class CudaRunner:
         return self._capacity
 
     def counters(self) -> Mapping[str, int]:
-        """Steps by the way they ran (see `runner.forward`); kernels compiled since the start."""
-        return self._counts | {"jit_compiles": self._forward.compiles}
+        """Steps by the way they ran (see `runner.forward`); kernels compiled since the start; how
+        many graphs there are, and how many there will be (see `runner.graphs`).
+        """
+        graphs = self._forward.graphs
+        return self._counts | {
+            "jit_compiles": self._forward.compiles,
+            "graphs_captured": graphs.captured,
+            "graphs_planned": graphs.planned,
+        }
+
+    def idle(self) -> bool:
+        """Capture one graph that was put off."""
+        assert self._latest is None or self._latest.finished, "a step waits for its draws"
+        return self._forward.capture_next()
 
     def launch(self, plan: StepPlan) -> CudaTicket:
         """Queue a step. Needs: `finish` was called on the ticket before.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.mask_upload import MaskUpload
 from headrace.backends.cuda.upload import Upload
 from headrace.engine.protocol import Masks
 from headrace.kernels import edited, sampling
@@ -62,9 +63,7 @@ class Draws:
         self._columns = torch.zeros((_COLUMNS, draws), dtype=torch.int32, device=device)
         self._send_columns = Upload((_COLUMNS, draws), device)
         self._sent = np.zeros((_COLUMNS, 0), np.int32)
-        words = -(-vocab // 32)
-        self._masks = torch.zeros((draws, words), dtype=torch.int32, device=device)
-        self._send_masks = Upload((draws, words), device)
+        self._masks = MaskUpload(draws, vocab, device)
         self.logprob_scratch = LogprobScratch.allocate(draws, vocab, device)
         self.entries = torch.zeros((draws, ENTRY), dtype=torch.int32, device=device)
 
@@ -82,17 +81,22 @@ class Draws:
         """
         state, into = self._state, plan.draw_into
         refused = [j for j, row in enumerate(into) if row in state.refused] if state.refused else []
-        if masks is None and not state.edited and not state.logprobs:
+        slots = {} if masks is None else {draw: at for at, draw in enumerate(masks.draws)}
+        changed, asked = list[int](), list[tuple[int, int]]()
+        if slots or state.edited:
+            changed = [j for j, row in enumerate(into) if row in state.edited or j in slots]
+        if state.logprobs:
+            asked = [
+                (j, state.logprobs[row]) for j, row in enumerate(into) if row in state.logprobs
+            ]
+        if not changed and not asked:
             self._draw_plain(source, logits, tokens, state.kind(into))
             return Queued(list(range(len(into))), [], refused, set())
-        slots = {} if masks is None else {draw: at for at, draw in enumerate(masks.draws)}
-        changed = [j for j, row in enumerate(into) if row in state.edited or j in slots]
-        asked = [(j, state.logprobs[row]) for j, row in enumerate(into) if row in state.logprobs]
         rest = set(changed)
         plain = [j for j in range(len(into)) if j not in rest]
         order = plain + changed
         if masks is not None:
-            self._upload_masks(masks)
+            self._masks.send(masks)
         self._upload_columns(source, order, slots, [j for j, _ in asked])
         if plain:
             some, kind = slice(0, len(plain)), state.kind([into[j] for j in plain])
@@ -102,15 +106,11 @@ class Draws:
             rows = [into[j] for j in order[some]]
             sigma = any(state.cuts_at_sigma(row) for row in rows)
             self._draw_edited(source, logits, tokens, some, state.kind(rows), sigma=sigma)
+        if masks is not None:
+            self._masks.read()
         if asked:
             self._report(logits, tokens, len(asked), listed=any(most for _, most in asked))
         return Queued(order, asked, refused, rest)
-
-    def _upload_masks(self, masks: Masks) -> None:
-        count = len(masks.draws)
-        assert masks.bits.shape == (count, self._masks.shape[1]), "a mask has a bit for each token"
-        self._send_masks.slot()[:count] = masks.bits
-        self._send_masks.send(self._masks, count)
 
     def _upload_columns(
         self, source: StepInput, order: list[int], slots: dict[int, int], asked: list[int]
@@ -183,7 +183,7 @@ class Draws:
         columns, count = self._columns[:4, some], some.stop - some.start
         edited.edit(
             logits,
-            self._masks,
+            self._masks.current,
             source.positions,
             edited.Draws(columns[2], columns[0], columns[1], columns[3]),
             self._rows,
@@ -221,5 +221,9 @@ class Draws:
         """Device memory of all of it, but for some small columns."""
         scratches = (self._scratch, self.logprob_scratch)
         tensors = [t for part in scratches for t in vars(part).values() if isinstance(t, Tensor)]
-        tensors += [self._masks, self.entries]
-        return self._wide.size_bytes + sum(t.numel() * t.element_size() for t in tensors)
+        tensors.append(self.entries)
+        return (
+            self._wide.size_bytes
+            + self._masks.size_bytes
+            + sum(t.numel() * t.element_size() for t in tensors)
+        )

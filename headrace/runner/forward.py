@@ -6,7 +6,9 @@ Ways to run a step, by what it brings:
   mixed   few decode rows alone, the tokens of prompts in chunks that share the keys they read
   crowd   as mixed, with many decode rows: a graph launches programs for as many as it may hold
   eager   as mixed, but launched one by one: more tokens than a graph holds
-All but the last replay a graph, padded up to the next captured size; padding reads a spare row.
+All but the last replay a graph, padded up to the next size; padding reads a spare row. Graphs that
+no first request needs are captured later (see `runner.graphs`); until then, their steps too are
+launched one by one, padded as ever.
 
 Of most steps with prompts few tokens yield logits: only those go through the last layer. How many
 that may be belongs to a graph's shape. Alone any token may be drawn from, so all go through; of a
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +28,15 @@ from headrace.backends.cuda.attention import Attention, StepAttention
 from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable, leading_singles
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.ops import CudaOps, Place, Wanted
+from headrace.config import Resolved
 from headrace.engine.protocol import Masks
 from headrace.kernels.launch import compiled, compiling, fetched
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState
 from headrace.runner.draws import Draws, Queued
+from headrace.runner.graphs import Graphs, Key, Way
 from headrace.runner.step_input import StepInput
-
-Way = Literal["alone", "mixed", "crowd", "eager"]
 
 # Tokens of a captured step. Finer where a decode batch is usual, coarser where the products are.
 ALONE_SIZES: tuple[int, ...] = (
@@ -43,6 +45,9 @@ ALONE_SIZES: tuple[int, ...] = (
 )
 MIXED_SIZES: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 MIXED_SINGLES = 64  # decode rows of a mixed graph
+# What is captured before the first request: these numbers of single tokens, the largest of each
+# way, and every mixed size, for by those the time of a step is measured.
+USUAL_SIZES: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
 ALONE_PAIRS = 1 << 15  # query-key pairs of prompts up to which nobody needs to share keys
 
 
@@ -87,16 +92,17 @@ class Forward:
         }
         largest = self._sizes["mixed"][-1]
         self._chunks = ChunkTable(largest, attention.tiling, self.device)
-        self._graphs: dict[tuple[Way, int], torch.cuda.CUDAGraph] = {}
         self._input = self._inputs["alone"]  # of the step that `run` queued last
         self._logit_rows = 0  # of that step
-        self._pool: Any = None
         self._seen = _seen()
         self.sampler = Draws(
             state, place.store, place.buffers, model.spec.vocab_size, with_pdl=place.pdl
         )
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
+        needed, later = self._graph_list()
+        self.needed_graphs = len(needed)  # of `graphs`: those that the start waits for
+        self.graphs = Graphs(self._stream, needed + later, self._pad, self._graph_work)
         self.settle()
 
     def settle(self) -> None:
@@ -135,10 +141,12 @@ class Forward:
         self._input = source = self._inputs[way]
         self._logit_rows = len(sources)
         size = self._padded(way, tokens)
+        if way == "alone" or not plan.prompts:
+            self.graphs.expect(way, size)
         if way == "alone":
             if not source.follows(plan):
                 source.load(plan, sources, size, self.state.spare_row)
-            self._replay(way, size)
+            self.graphs.run(way, size)
             return way
         source.load(plan, sources, size, self.state.spare_row)
         narrowed = None if plan.prompts else self._narrowed(way, size, len(sources))
@@ -150,7 +158,7 @@ class Forward:
             if plan.prompts:  # any token may be asked about: all go through the last layer
                 self._layers(source, size, self._step(way, size), None)
             else:
-                self._replay(way, size)
+                self.graphs.run(way, size)
         self._logits(source, size, len(sources), narrowed)
         return way
 
@@ -174,12 +182,12 @@ class Forward:
         assert wanted <= narrowed, f"{wanted} rows of logits, {narrowed} fit a {way} step"
         return narrowed if narrowed < size else None
 
-    def _replay(self, way: Way, size: int) -> None:
-        graph = self._graphs.get((way, size))
-        if graph is None:
-            self._graph_work(way, size)
-        else:
-            graph.replay()
+    def _pad(self, way: Way, size: int) -> None:
+        """The columns of a step of that size in which every token is padding: the cache, the tables
+        and the columns of the other ways stay as they are."""
+        self._inputs[way].pad(size, self.state.spare_row)
+        if way != "alone":
+            self._chunks.clear(size)
 
     def _graph_work(self, way: Way, size: int) -> None:
         """What the graph of that size holds. Only a step of single tokens has its logits there:
@@ -251,7 +259,8 @@ class Forward:
         One layer stands for all: a decoder's layers have one shape.
         """
         with torch.inference_mode(), self.on_stream(), compiling(workers):
-            for way, size in [*self._graph_list(), ("eager", self._sizes["eager"][-1])]:
+            needed, later = self._graph_list()
+            for way, size in [*needed, *later, ("eager", self._sizes["eager"][-1])]:
                 like: Way = "mixed" if way == "eager" else way
                 step = self._step(like, min(size, self._sizes[like][-1]))
                 wanted = min(size, self._draws) if way == "eager" else 0
@@ -263,46 +272,51 @@ class Forward:
             self.state.compile()
             self.store.compile()
 
-    def prepare_attention(self) -> str:
-        """Plan what the attention of long prompts needs planned -> what was chosen, and why."""
+    def prepare_attention(self) -> Resolved[str]:
+        """Plan what the attention of long prompts needs planned -> what was chosen, and why.
+
+        Raises ConfigError where what was asked for fails.
+        """
         with torch.inference_mode(), self.on_stream():
             return self._attention.prepare(self.store.k[0], self.store.v[0], self.state.tables)
 
-    def capture(self, limit: int | None = None) -> None:
-        """Capture the graphs, the largest first: later ones find their memory in its pool.
+    def capture(self, first: int | None = None) -> None:
+        """Capture graphs, the largest first: later ones find their memory in its pool.
 
-        limit: how many; None = all.
+        first: how many; the others are put off. None = those that the start needs.
         """
-        if self._stream is None:
-            return
         with torch.inference_mode(), self.on_stream():
-            for way, size in self._graph_list()[:limit]:
-                self._graph_work(way, size)  # kernels are loaded before capture
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                    self._graph_work(way, size)
-                self._pool = graph.pool()
-                self._graphs[way, size] = graph
+            self.graphs.capture(self.needed_graphs if first is None else first)
+        if self._stream is not None:
             self._stream.synchronize()
         self._seen = _seen()
 
-    def _graph_list(self) -> list[tuple[Way, int]]:
-        ways: tuple[Way, ...] = ("crowd", "mixed", "alone")
-        return [(way, size) for way in ways for size in reversed(self._sizes[way])]
+    def capture_next(self) -> bool:
+        """Capture one that was put off, in about 70 ms; False if there is none.
 
-    @property
-    def graph_count(self) -> int:
-        """Graphs there are when all are captured."""
-        return len(self._graph_list())
+        Needs: the draws of the step that `run` queued last are queued too.
+        """
+        with torch.inference_mode(), self.on_stream():
+            return self.graphs.capture_next()
+
+    def _graph_list(self) -> tuple[list[Key], list[Key]]:
+        """Graphs that the start waits for, the largest first; the others, the likeliest first."""
+        crowd, alone = self._sizes["crowd"], self._sizes["alone"]
+        first = {size for size in alone if size in USUAL_SIZES} | {alone[-1]}
+        needed: list[Key] = [("crowd", size) for size in crowd[-1:]]
+        needed += [("mixed", size) for size in reversed(self._sizes["mixed"])]
+        needed += [("alone", size) for size in sorted(first, reverse=True)]
+        later: list[Key] = [("alone", size) for size in alone if size not in first]
+        return needed, later + [("crowd", size) for size in crowd[:-1]]
 
     @property
     def compiles(self) -> int:
-        """Kernels compiled, or fetched from the cache on disk, since the graphs were captured."""
+        """Kernels compiled, or fetched from the cache on disk, since `capture`."""
         return _seen() - self._seen
 
     def close(self) -> None:
         """Wait for the device and drop the graphs."""
         if self._stream is not None:
             self._stream.synchronize()
-        self._graphs.clear()
-        del self.model, self.place, self.sampler
+        self.graphs.close()
+        del self.model, self.place, self.sampler, self.graphs

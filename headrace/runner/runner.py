@@ -101,6 +101,10 @@ class TorchRunner:
         """Nothing of its own: every step runs alike."""
         return {}
 
+    def idle(self) -> bool:
+        """Nothing is ever put off. See `engine.protocol.Runner`."""
+        return False
+
     def close(self) -> None:
         """Stop the worker and free the memory."""
         self.worker.close()

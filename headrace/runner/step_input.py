@@ -100,3 +100,13 @@ class StepInput:
         slot[8, :draws] = [at[row] for row in plan.draw_from]
         self.drawn = slot[6:9, :draws].copy()
         self._upload.send(self._device, len(slot))
+
+    def pad(self, tokens: int, spare_row: int) -> None:
+        """Write and send columns in which each of `tokens` tokens is padding."""
+        self._following = None  # what the device had moved on is gone
+        self.drawn = np.zeros((3, 0), np.int32)
+        slot = self._upload.slot()
+        slot[:] = 0
+        slot[0, :tokens], slot[1, :tokens], slot[4, :tokens] = spare_row, -1, -1
+        slot[9], slot[10] = spare_row, -1
+        self._upload.send(self._device, len(slot))

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.sampling.params import Columns
 from headrace.sampling.rng import uniform
 from headrace.sampling.shaper import Shaper
-from headrace.sampling.shaping import Bits, Line, shape
+from headrace.sampling.shaping import Bits, Line, shape, unpacked
 from headrace.sampling.truncation import MinP, TopK, TopNSigma, TopP, TypicalP
 
 
@@ -81,6 +81,10 @@ def sample(
     still = torch.from_numpy(np.flatnonzero(greedy & ~shaped))
     if still.numel():
         tokens[still] = logits[still].argmax(-1) if best is None else best[still]
+    for row, line in lines.items():
+        if greedy[row] and line.shaper is None and line.bits is not None:
+            tokens[row] = _first_allowed(logits[row], line.bits, -1 if best is None else best[row])
+            shaped[row] = False
     for whose in (greedy & shaped, ~greedy):
         rows = np.flatnonzero(whose)
         for at in range(0, rows.size, _ROWS_AT_ONCE):
@@ -89,6 +93,19 @@ def sample(
             mine = [lines[row]._replace(at=i) for i, row in enumerate(part) if row in lines]
             tokens[drawn] = _sample_some(logits[drawn].double(), some, stages, mine)
     return tokens
+
+
+def _first_allowed(logits: Tensor, mask: Bits, best: Tensor | int) -> int:
+    """The first largest of the tokens that `mask` allows; NO_TOKEN if that leaves none.
+
+    best: the first largest of all, -1 if it is not known. Most often the mask allows it.
+    """
+    likely = int(best)
+    if likely >= 0 and mask[likely >> 5] >> (likely & 31) & 1:
+        return likely
+    kept = np.where(unpacked(mask, logits.shape[0]), logits.numpy(), -np.inf)
+    first = int(kept.argmax())
+    return first if np.isfinite(kept[first]) else NO_TOKEN
 
 
 def _lines(
@@ -139,18 +156,21 @@ def inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
     The first token whose cumulative weight exceeds u times the total: never one of weight 0.
     """
-    if logits.shape[0] <= _ROWS_AT_ONCE:
-        return torch.tensor([_token_at(row, at) for row, at in zip(logits, u, strict=True)])
-    return _inverse_cdf(logits, u)
-
-
-def _token_at(row: Tensor, u: Tensor) -> int:
-    """The same for one row: tokens of weight 0 change no sum, so few need not look at many."""
-    stay = row.numpy() > -np.inf
-    if np.count_nonzero(stay) * 4 > stay.size:
-        return int(_inverse_cdf(row[None], u[None]))
-    ids = np.flatnonzero(stay)
-    return int(ids[int(_inverse_cdf(row[torch.from_numpy(ids)][None], u[None]))])
+    if logits.shape[0] > _ROWS_AT_ONCE:
+        return _inverse_cdf(logits, u)
+    # Tokens of weight 0 change no sum: rows with few others need not look at them.
+    stay = logits.numpy() > -np.inf
+    few = [i for i, row in enumerate(stay) if np.count_nonzero(row) * 4 < row.size]
+    if not few:
+        return _inverse_cdf(logits, u)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    for i in few:
+        ids = torch.from_numpy(np.flatnonzero(stay[i]))
+        out[i] = ids[_inverse_cdf(logits[i, ids][None], u[i : i + 1])[0]]
+    rest = [i for i in range(len(stay)) if i not in few]
+    if rest:
+        out[rest] = _inverse_cdf(logits[rest], u[rest])
+    return out
 
 
 def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:

@@ -513,6 +513,42 @@ def counts_only_rise(make: MakeRunner) -> None:
         assert all(0 <= count <= after[name] for name, count in before.items())
 
 
+def idling_changes_nothing(make: MakeRunner) -> None:
+    """Asked before each step: while a sequence runs, shares its blocks, or is still in flight."""
+    want = generate(make)
+    steps = Steps(make())
+    idle = steps.runner.idle
+    idle()
+    steps.join(0, [0, 1, 2, 3, 4, 5])
+    steps.forward(0, PROMPT)
+    tokens = steps.run()
+    for _ in range(3):
+        idle()
+        steps.forward(0, None)
+        tokens += steps.run()
+    steps.join(1, [0, 6, 7, 8, 9, 10])
+    idle()
+    steps.forward(0, None)
+    steps.forward(1, PROMPT[BLOCK_SIZE:], start=BLOCK_SIZE)  # its first block is row 0's
+    more = steps.run()
+    steps.forward(0, None)
+    steps.forward(1, None)
+    ahead = steps.launch()
+    idle()
+    steps.forward(0, None)
+    steps.forward(1, None)
+    behind = steps.launch()
+    more += [*ahead.result().tokens, *behind.result().tokens]
+    left = (idle() for _ in range(1000))
+    assert not all(left), "there is an end to it"
+    steps.forward(0, None)
+    steps.forward(1, None)
+    more += steps.run()
+    steps.runner.close()
+    assert tokens + more[::2] == want[:8]
+    assert more[1::2] == want[:4]
+
+
 def shaped_rows_keep_to_themselves(make: MakeRunner) -> None:
     """Rules and penalties see their own sequence, whoever else is in the step."""
     want = [generate(make, sampling=sampling) for sampling in SHAPED]
@@ -666,6 +702,7 @@ CONTRACT: list[Callable[[MakeRunner], None]] = [
     every_row_and_block_works,
     a_free_row_may_leave,
     counts_only_rise,
+    idling_changes_nothing,
     shaped_rows_keep_to_themselves,
     history_is_the_sequence_however_it_came,
     forks_remember_the_prompt,

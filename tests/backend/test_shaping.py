@@ -262,3 +262,13 @@ def test_rows_without_shaping_keep_no_history() -> None:
     biased = Shaper.of(Join(0, Sampling(rules=Rules(bias=[(1, 2.0)])), 0, [[]], "", 3, []))
     assert biased is not None
     assert biased.history is None
+
+
+def test_a_greedy_row_under_a_mask_alone_takes_the_first_largest_that_is_allowed() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -torch.inf]] * 5)
+    masks = {
+        j: np.array([bits], np.int32) for j, bits in enumerate([0b1111, 0b1100, 0b0001, 0b1000, 0])
+    }
+    for best in (None, logits.argmax(-1)):
+        tokens = sample(logits.clone(), Columns.empty(5), best=best, masks=masks)
+        assert tokens.tolist() == [1, 2, 0, -1, -1]

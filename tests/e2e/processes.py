@@ -32,6 +32,7 @@ def run_engine(folder: Path, settings: Settings) -> None:
     from headrace.engine.loop import Engine
     from headrace.engine.server import serve
     from headrace.kv.cache import KVCache
+    from headrace.launch import build_grammars
 
     def build(say: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
         say("loading the fake model")
@@ -52,7 +53,9 @@ def run_engine(folder: Path, settings: Settings) -> None:
             settings.block_size,
             blocks,
         )
-        return Engine(settings, kv, runner, overlap=settings.overlap != "off"), info
+        grammars = build_grammars(settings, FILES, info.vocab_size)
+        overlap = settings.overlap != "off"
+        return Engine(settings, kv, runner, overlap=overlap, grammars=grammars), info
 
     serve(folder, settings, build)
 

@@ -18,7 +18,7 @@ from headrace.engine.protocol import Runner
 from headrace.errors import EngineError
 from headrace.messages import Grow, Join, Output, Sampling, StepPlan
 from headrace.sources.files import ModelFiles
-from tests.devices import PROCESSORS, kv_tensors, load
+from tests.devices import PROCESSORS, WITHOUT_CUDA, kv_tensors, load
 from tests.golden.reference import tiny_model
 from tests.golden.stepping import GREEDY, Job, generate, plan, run
 
@@ -335,3 +335,53 @@ def test_only_tokens_that_are_drawn_from_pass_the_last_layer(
     layers = runner._forward._model.spec.layers
     runner.close()
     assert passed == [17] * (layers - 1) + [len(draws)] * bool(draws)
+
+
+@pytest.mark.on_cuda
+@pytest.mark.skipif(bool(WITHOUT_CUDA), reason=f"needs cuda: {WITHOUT_CUDA}")
+def test_graphs_captured_beside_running_rows_change_nothing(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens before, while and after; cache, ids and tables; memory; nothing is compiled."""
+    from headrace.runner import build_cuda
+
+    rooms: list[Any] = []
+    measure = build_cuda.measure_room
+
+    def noted(*args: Any) -> Any:
+        rooms.append(measure(*args))
+        return rooms[-1]
+
+    monkeypatch.setattr(build_cuda, "measure_room", noted)
+    plain, runner = (load("cuda", files, **SETTINGS) for _ in range(2))
+    plain._forward.graphs.close()  # each step of its is launched call by call
+    jobs = [(ids(n, seed=n), 9, 12, Sampling(0.9, seed=n), n % 5) for n in range(3, 23)]
+    expected = generate(plain, [Job(*job) for job in jobs])
+    assert generate(runner, [Job(*job) for job in jobs]) == expected, "some are captured on use"
+
+    prompt, tables = ids(2 * BLOCK + 3), ([5, 6, 7, 8], [5, 6, 9, 10])
+    starts = (0, 2 * BLOCK)  # the second finds two blocks of the first
+    for each in (runner, plain):
+        for row, (table, start) in enumerate(zip(tables, starts, strict=True)):
+            run(each, prefill(row, prompt, table, start, step=100 + row))
+    forward = runner._forward
+    kept = [*kv_tensors(runner), forward.store.ids, forward.state._all]
+    free_bytes, _ = torch.cuda.mem_get_info()
+    position, left = len(prompt), True
+    while left or position < len(prompt) + 4:
+        before = [tensor.clone() for tensor in kept]
+        left = runner.idle()
+        torch.cuda.synchronize()
+        assert all(torch.equal(old, new) for old, new in zip(before, kept, strict=True))
+        if position < 4 * BLOCK:
+            step = decode([0, 1], [position] * 2, step=200 + position)
+            assert run(runner, step).tokens == run(plain, step).tokens
+            position += 1
+    counts = runner.counters()
+    assert counts["graphs_captured"] == counts["graphs_planned"] > 20
+    assert counts["jit_compiles"] == 0
+    assert free_bytes - torch.cuda.mem_get_info()[0] <= rooms[-1].graphs + (64 << 20)
+    run(runner, plan(300, leaves=[0, 1]))
+    assert generate(runner, [Job(*job) for job in jobs]) == expected
+    for each in (runner, plain):
+        each.close()

@@ -234,7 +234,7 @@ def test_prompt_logprobs(files: ModelFiles) -> None:
     long = [5, 60, 42, 42, 9, 33]
     engine = Engine(runner)
     engine.join(0, Sampling(temperature=0.0), [3, 1], long)
-    engine.run(0)
+    engine.run(0, prompts=[(0, 0, -1)])  # all tokens go through the last layer
     seen = [forward.logits_of(torch.tensor([i], dtype=torch.int32))[0].clone() for i in range(6)]
     engine.leaves = [0]
     asked = Sampling(seed=2, logprobs=2)

@@ -7,6 +7,8 @@ machine with a GPU the contract suite runs the runner as users do; see `tests/ba
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,8 +16,8 @@ import pytest
 import torch
 
 from headrace.config import Settings
-from headrace.engine.protocol import Capacity, Runner
-from headrace.messages import Grow, Sampling
+from headrace.engine.protocol import Capacity, Runner, Ticket
+from headrace.messages import Grow, Sampling, StepPlan
 from headrace.runner.build import load_model, read_facts
 from headrace.sources.files import ModelFiles
 from tests.backend.runner_contract import Steps
@@ -244,3 +246,83 @@ def test_steady_steps_send_nothing(files: ModelFiles, monkeypatch: pytest.Monkey
     step()
     assert uploads == [2, 1, 0, 0, 1, 1, 0]
     steps.runner.close()
+
+
+def repeated(graphs: Any, key: tuple[Any, int]) -> Any:
+    """Stands for a captured graph: does again what it would hold."""
+    return SimpleNamespace(replay=functools.partial(graphs._work, *key))
+
+
+def share_a_prefix(runner: Runner, between: Callable[[], object]) -> list[int]:
+    """Tokens of two sequences over one prefix; `between` is called before each step."""
+    steps, prompt = Steps(runner), [*LONG, 66, 0]
+    launch = runner.launch
+
+    def launch_after(plan: StepPlan) -> Ticket:
+        between()
+        return launch(plan)
+
+    with mock.patch.object(runner, "launch", launch_after):
+        steps.join(0, [3, 1, 8, 6])
+        steps.forward(0, prompt)
+        tokens = steps.run()
+        for _ in range(3):
+            steps.forward(0, None)
+            tokens += steps.run()
+        steps.join(1, [3, 12, 5, 2], DRAWN)  # its first block is what row 0 has written
+        steps.forward(0, None)
+        steps.forward(1, prompt[BLOCK_SIZE:], start=BLOCK_SIZE)
+        tokens += steps.run()
+        flying = []
+        for _ in range(2):
+            for row in (0, 1):
+                steps.forward(row, None)
+            flying.append(steps.launch())
+        for ticket in flying:
+            tokens += ticket.result().tokens
+    return tokens
+
+
+def test_captures_between_steps_change_nothing(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs, is cached or in flight; each size, and each of them again and again."""
+    from headrace.runner import graphs as module
+    from headrace.runner.graphs import Graphs
+
+    monkeypatch.setattr(Graphs, "_record", repeated)
+    monkeypatch.setattr(module, "OFTEN", 2)
+    runner = interpreted(files)
+    forward = runner._forward
+    graphs, store = forward.graphs, forward.store
+    monkeypatch.setattr(graphs, "_stream", "a stream")  # as on a device
+
+    def between() -> None:
+        if graphs.captured in (0, graphs.planned):
+            graphs._graphs.clear()
+            graphs.capture(0)
+        assert runner.idle()
+
+    assert graphs.planned == 4
+    expected = share_a_prefix(on_the_cpu(files), lambda: None)
+    assert share_a_prefix(runner, between) == expected
+
+    kept = [store._all, store.ids, forward.state._all, forward._inputs["eager"]._device]
+    before = [tensor.clone() for tensor in kept]
+    graphs._graphs.clear()
+    graphs.capture(0)
+    for captured in range(graphs.planned):
+        assert runner.counters()["graphs_captured"] == captured
+        assert runner.idle()
+    assert not runner.idle()
+    assert runner.counters()["graphs_captured"] == runner.counters()["graphs_planned"] == 4
+    assert all(torch.equal(old, new) for old, new in zip(before, kept, strict=True))
+
+    graphs._graphs.clear()
+    graphs.capture(0)
+    steps = Steps(runner)
+    steps.leaves = [0, 1]
+    assert steps.run() == []
+    assert share_a_prefix(runner, lambda: None) == expected
+    assert set(graphs._graphs) == {("alone", 1), ("alone", 4)}, "what comes a second time"
+    runner.close()

@@ -31,7 +31,7 @@ from tests.kernels.probes import beyond_any_card
 
 i = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 scratch = Scratch.allocate(4, 1000, torch.device("cpu"))
-args = (torch.zeros(2, 1000), i(3, 8), i(2), i(2), i(2), i(3), i(2))
+args = (torch.zeros(2, 1000), i(2), i(3, 8), i(2), i(2), i(2), i(3), i(2))
 poked = i(9)
 
 def work(kind):

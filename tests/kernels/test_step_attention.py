@@ -187,7 +187,7 @@ def test_who_has_no_dense_chunks_says_why() -> None:
     assert "head_dim 256" in unsupported(torch.bfloat16, 256, DEVICE)
     step = Step([(3, 1), (0, 9)], spec_of(2, 1, 16), torch.float32)
     cache = step.cache
-    assert "float32" in step.attention.prepare(cache.k, cache.v, cache.tables)
+    assert "float32" in step.attention.prepare(cache.k, cache.v, cache.tables).reason
     assert step.run() == 0
 
 

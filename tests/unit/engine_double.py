@@ -7,6 +7,7 @@ Every turn gives each live choice one token: letters "a".."z" by position, or a 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from headrace.engine.stats import EngineStats
 from headrace.messages import Abort, Done, End, Finish, Reason, Submit, TokenOut
@@ -32,6 +33,8 @@ class ScriptedEngine:
         self.messages: list[tuple[int, Submit | Abort | Finish]] = []  # (owner, message)
         self.drops: list[int] = []  # owners
         self.steps = 0
+        self.put_off = 0  # pieces that are left for when there is no work
+        self.on_idle: Callable[[], None] = lambda: None  # what each of them does
         self.closed = False
 
     def submit(self, owner: int, msg: Submit) -> None:
@@ -58,6 +61,14 @@ class ScriptedEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.live or self.outs)
+
+    def idle(self) -> bool:
+        assert not self.has_work, "idle, but there is work"
+        if not self.put_off:
+            return False
+        self.put_off -= 1
+        self.on_idle()
+        return True
 
     def turn(self) -> dict[int, TokenOut]:
         if self.live:

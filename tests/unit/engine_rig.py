@@ -25,6 +25,8 @@ from headrace.messages import (
     Submit,
     TokenOut,
 )
+from tests.unit.fake_grammar import FakeGrammars
+from tests.unit.fake_grammar import reference as constrained_reference
 
 GREEDY = Sampling(temperature=0.0)
 Id = tuple[int, int]  # owner, handle
@@ -56,6 +58,7 @@ class Rig:
         wrap: Callable[[FakeRunner], Runner] = lambda runner: runner,
         cost: StepCost | None = None,
         itl_target_s: float = 0.0,
+        grammars: FakeGrammars | None = None,
         **settings: Any,
     ) -> None:
         self.clock = Clock()
@@ -71,6 +74,7 @@ class Rig:
             wrap(self.fake),
             overlap=overlap,
             itl_target_s=itl_target_s,
+            grammars=grammars,
             clock=self.clock,
             on_step=self._on_step,
         )
@@ -82,6 +86,7 @@ class Rig:
         self.prompts: dict[Id, list[Logprobs]] = {}  # of prompt tokens 1, 2, ...
         self.ends: dict[tuple[int, int, int], End] = {}
         self.dones: dict[Id, Done] = {}
+        self.finished: set[tuple[int, int, int]] = set()  # choices for which a stop string came
 
     def _on_step(self, plan: StepPlan, result: StepResult) -> None:
         assert plan.step == result.step
@@ -106,6 +111,7 @@ class Rig:
 
     def finish(self, handle: int, choice: int, n_tokens: int, owner: int = 0) -> None:
         """A stop string was found."""
+        self.finished.add((owner, handle, choice))
         self.engine.finish(owner, Finish(handle, choice, n_tokens))
 
     def turn(self) -> dict[int, TokenOut]:
@@ -157,6 +163,9 @@ class Rig:
         """All tokens of all requests are those of the reference, as many as there may be."""
         for (owner, handle), submit in self.submits.items():
             for choice in range(submit.n):
+                if submit.grammar is not None:
+                    self._check_constrained(owner, submit, choice)
+                    continue
                 got = self.tokens.get((owner, handle, choice), [])
                 want = reference(
                     submit.prompt,
@@ -187,6 +196,18 @@ class Rig:
             out.append(report(state, token, count, self.eos))
             state = advance(state, token)
         return out
+
+    def _check_constrained(self, owner: int, submit: Submit, choice: int) -> None:
+        key = (owner, submit.handle, choice)
+        got, end = self.tokens.get(key, []), self.ends.get(key)
+        want, reason = constrained_reference(submit, choice, self.eos)
+        assert got == want[: len(got)], f"tokens of {key} under {submit.grammar}"
+        done = self.dones.get(key[:2])
+        if end is None or end.reason == "abort" or (done is not None and done.error):
+            return
+        if end.reason != reason or len(got) != len(want):
+            assert end.reason == "stop", f"{key} ended with {end}, not {reason}"
+            assert key in self.finished, f"{key} stopped after {len(got)} of {len(want)} tokens"
 
     def check_idle(self) -> None:
         """Everything was answered and given back."""

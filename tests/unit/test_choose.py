@@ -215,6 +215,8 @@ def test_settling_names_the_backend_and_leaves_the_rest(monkeypatch: pytest.Monk
     ("backend", "given"),
     [
         ("cpu", {"gpu_memory_utilization": 0.5}),
+        ("cpu", {"prefill_attention": "triton"}),
+        ("fake", {"prefill_attention": "flashinfer"}),
         ("fake", {"gpu_memory_utilization": 0.5}),
         ("fake", {"threads": 2}),
         ("cuda", {"threads": 2}),

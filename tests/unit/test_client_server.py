@@ -164,6 +164,37 @@ async def test_finish_ends_one_choice(folder: Path) -> None:
     assert any(message == Finish(1, 1, 2) for _, message in engine.messages)
 
 
+async def test_an_engine_without_work_does_what_it_put_off(folder: Path) -> None:
+    """One piece after another; a request that comes meanwhile waits for one of them."""
+    engine = ScriptedEngine()
+    began, go_on = threading.Event(), threading.Event()
+
+    def piece() -> None:
+        began.set()
+        assert go_on.wait(PATIENCE_S)
+
+    with Running(folder, engine):
+        async with connected(folder) as client:
+            engine.on_idle, engine.put_off = piece, 3
+            await until(began.is_set)
+            stream = client.submit([Job([1], 2)])  # arrives while the first piece is done
+            await asyncio.sleep(0.2)
+            assert (engine.put_off, engine.messages) == (2, [])
+            left: list[int] = []
+            submit = engine.submit
+
+            def noted(owner: int, msg: Submit) -> None:
+                left.append(engine.put_off)
+                submit(owner, msg)
+
+            engine.submit = noted  # type: ignore[method-assign]
+            go_on.set()
+            assert await collect(stream) == {0: [97, 98]}
+            assert left == [2], "no other piece comes before it"
+            await until(lambda: engine.put_off == 0)
+            assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
+
+
 async def test_nothing_is_taken_while_the_model_loads(folder: Path) -> None:
     loaded = threading.Event()
     with Running(folder, ScriptedEngine(), loaded=loaded):

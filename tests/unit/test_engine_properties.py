@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.engine.protocol import StepCost
-from headrace.messages import Lz, Repetition, Rules, Sampling
+from headrace.messages import Grammar, Lz, Repetition, Rules, Sampling, Submit
 from tests.unit.engine_rig import Rig
+from tests.unit.fake_grammar import FakeGrammars
 
 OWNERS = 3
 EOS = 258
@@ -42,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
     """One engine with tiny memory and three owners."""
 
     rig: Rig
+    constrained = 0.0  # share of requests with a grammar
 
     @initialize(
         blocks=st.integers(4, 24),
@@ -54,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_queue=st.sampled_from([50, 50, 4, 0]),
         max_wait_s=st.sampled_from([0.0, 3.0, 1000.0]),
         target_s=st.sampled_from([0.0, 8e-6, 20e-6]),
+        late=st.booleans(),
     )
     def start(
         self,
@@ -67,7 +70,9 @@ class EngineMachine(RuleBasedStateMachine):
         max_queue: int,
         max_wait_s: float,
         target_s: float,
+        late: bool,
     ) -> None:
+        self.grammars = FakeGrammars(late=late)
         self.rig = Rig(
             blocks,
             block_size,
@@ -82,6 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_wait_s=max_wait_s,
             cost=COST if target_s else None,
             itl_target_s=target_s,
+            grammars=self.grammars,
         )
         self.gone: set[tuple[int, int]] = set()
         self.finished: dict[tuple[int, int, int], int] = {}
@@ -110,13 +116,24 @@ class EngineMachine(RuleBasedStateMachine):
                 cache_salt=shape.choice(["", "", "", "s"]),
                 adapter=shape.choice(["", "", "", "a"]),
                 stop_ids=shape.choice([[], [EOS], [EOS, ord("e")]]),
+                grammar=self._grammar(shape),
                 prompt_logprobs=shape.choice([-1, -1, -1, 0, 2]),
             )
+
+    def _grammar(self, shape: Random) -> Grammar | None:
+        """A spec of `fake_grammar`, now and then one that fails."""
+        if shape.random() >= self.constrained:
+            return None
+        states = shape.choice(["a.~", "abcdfgh", "abcdfgh.~", "abcde.~", "abcdfgh.~!"])
+        spec = "".join(shape.choice(states) for _ in range(shape.randint(1, 30)))
+        return Grammar("lark", "?" if shape.random() < 0.05 else spec)
 
     @rule(turns=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.5, 2.0]))
     def turn(self, turns: int, seconds: float) -> None:
         for _ in range(turns):
             self.rig.clock.now += seconds
+            if turns % 3:
+                self.grammars.settle()
             self.rig.turn()
 
     def _pick(self, number: int) -> tuple[int, int]:
@@ -159,24 +176,33 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         rig = self.rig
+        self.grammars.late = False
+        while self.grammars.waiting:
+            self.grammars.settle()
         rig.run(turns=3000)
         rig.check_tokens()
         rig.check_idle()
         assert set(rig.dones) == set(rig.submits) - self.gone
         for key, done in rig.dones.items():
             submit = rig.submits[key]
-            assert done.error in ("", "queue_full", "invalid_request", "context_length_exceeded")
+            allowed = ["", "queue_full", "invalid_request", "context_length_exceeded"]
+            if submit.grammar is not None and (
+                "!" in submit.grammar.text or "e" in submit.grammar.text
+            ):
+                allowed.append("request_failed")  # "e" is a stop id that the grammar needs
+            assert done.error in allowed, done
             if done.error:
                 continue
             assert 0 <= done.cached_tokens <= done.prompt_tokens == len(submit.prompt)
             total = 0
             for choice in range(submit.n):
                 choice_key = (*key, choice)
-                total += self._check_end(choice_key, submit.max_tokens, submit.stop_ids)
+                total += self._check_end(choice_key, submit)
             if not any((*key, choice) in self.finished for choice in range(submit.n)):
                 assert done.output_tokens == total
 
-    def _check_end(self, key: tuple[int, int, int], max_tokens: int, stop_ids: list[int]) -> int:
+    def _check_end(self, key: tuple[int, int, int], submit: Submit) -> int:
+        max_tokens, stop_ids = submit.max_tokens, submit.stop_ids
         end, tokens = self.rig.ends[key], self.rig.tokens.get(key, [])
         assert not set(tokens[:-1]) & set(stop_ids), "it went on past a stop id"
         if end.reason == "length":
@@ -185,10 +211,17 @@ class EngineMachine(RuleBasedStateMachine):
             assert (end.reason, tokens[-1]) == ("stop", end.stop_id)
             assert end.stop_id in stop_ids
         elif end.reason == "stop":
-            assert key in self.finished, "a stop that nobody asked for"
+            constrained = submit.grammar is not None  # then the rig has checked it
+            assert constrained or key in self.finished, "a stop that nobody asked for"
         else:
             assert end.reason == "abort"
         return len(tokens)
+
+
+class ConstrainedMachine(EngineMachine):
+    """The same, and half of the requests have a grammar."""
+
+    constrained = 0.5
 
 
 TestEngine = EngineMachine.TestCase
@@ -200,3 +233,5 @@ TestEngine.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+TestConstrained = ConstrainedMachine.TestCase
+TestConstrained.settings = settings(TestEngine.settings, max_examples=40, stateful_step_count=20)

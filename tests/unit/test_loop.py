@@ -271,6 +271,9 @@ class Faulty:
     def counters(self) -> Mapping[str, int]:
         return self.inner.counters()
 
+    def idle(self) -> bool:
+        return self.inner.idle()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -428,6 +431,29 @@ def test_stats_carry_what_the_runner_counts(overlap: bool) -> None:
     while engine.has_work:
         engine.turn()
     assert engine.stats().runner == {"steps": engine.stats().steps} == {"steps": 4}
+    engine.close()
+
+
+@LOOPS
+def test_what_a_runner_puts_off_is_done_while_there_is_no_work(overlap: bool) -> None:
+    class Later(FakeRunner):
+        left = 2
+
+        def idle(self) -> bool:
+            assert not self._in_flight
+            self.left -= self.left > 0
+            return self.left > 0
+
+    fake = Later(16, 4, 2, 64, eos_ids=())
+    engine = Engine(settled(Settings(backend="fake")), KVCache(16, 4), fake, overlap=overlap)
+    assert engine.idle()
+    engine.submit(0, Submit(1, [1, 2, 3], 4, GREEDY))
+    with pytest.raises(AssertionError, match="there is work"):
+        engine.idle()
+    while engine.has_work:
+        engine.turn()
+    assert fake.left == 1
+    assert not engine.idle()
     engine.close()
 
 

@@ -120,7 +120,6 @@ def test_fields_that_cannot_be_honoured_are_refused_unless_they_ask_for_nothing(
         ("top_logprobs", 1),  # without logprobs
         ("tool_choice", "required"),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
     ],
 )
 def test_unsupported_values(field: str, value: Any) -> None:

@@ -2,20 +2,26 @@
 
 Single tokens are queries of their own: decode rows, and in a graph the tokens of short prompts too.
 Rows that bring several tokens are chunks, which share the keys they read; the first chunk of a long
-prompt goes to cuDNN where `Attention.prepare` has planned its size (`dense_chunks`).
+prompt goes to cuDNN where `Attention.prepare` has planned its size (`dense_chunks`), or all go to
+FlashInfer where that is asked for (`flashinfer_chunks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda import flashinfer_chunks
 from headrace.backends.cuda.chunk_table import leading_singles
 from headrace.backends.cuda.dense_chunks import SIZES, DenseChunks, unsupported
+from headrace.backends.cuda.flashinfer_chunks import SETTING, FlashInferChunks, PlannedChunks
 from headrace.backends.cuda.upload import Upload
+from headrace.config import PrefillAttention, Resolved
+from headrace.errors import ConfigError
 from headrace.kernels.attention_configs import prefill_config
 from headrace.kernels.attention_decode import Scratch, decode, most_splits
 from headrace.kernels.attention_prefill import PrefillScratch, prefill
@@ -27,10 +33,30 @@ from headrace.messages import StepPlan
 from headrace.models.spec import ModelSpec
 
 
+def check_choice(
+    choice: PrefillAttention, dtype: torch.dtype, head_dim: int, device: torch.device
+) -> None:
+    """Raises ConfigError where what the setting asks for cannot be had."""
+    why_not = ""
+    if choice == "cudnn":
+        why_not = unsupported(dtype, head_dim, device)
+    elif choice == "flashinfer":
+        why_not = flashinfer_chunks.unsupported(dtype, head_dim, device)
+    if why_not:
+        raise _refusal(choice, why_not)
+    if choice == "flashinfer":
+        flashinfer_chunks.load()
+
+
+def _refusal(choice: PrefillAttention, why_not: str) -> ConfigError:
+    return ConfigError(f"{SETTING} = {choice}: {why_not}; auto takes what there is", param=SETTING)
+
+
 class Attention:
     """What the steps of one model share: scratch memory and the shape of its heads.
 
     `decoding`: how that many single tokens attend, with at most `most_splits` splits.
+    `choice`: the setting `prefill_attention`. Raises ConfigError where that cannot be had.
     """
 
     def __init__(
@@ -42,7 +68,9 @@ class Attention:
         dtype: torch.dtype,
         device: torch.device,
         decoding: Callable[[int], Decoding],
+        choice: PrefillAttention = "auto",
     ) -> None:
+        self._choice = choice
         self.scale = spec.head_dim**-0.5
         self.decoding = decoding
         splits = most_splits(spec.kv_heads, multiprocessors)
@@ -59,27 +87,42 @@ class Attention:
         words = self.tiling.words(max_tokens, max_rows)
         self._upload = Upload((words,), device)
         self._plan = torch.zeros(words, dtype=torch.int32, device=device)
-        sizes = tuple(size for size in SIZES if size <= max_tokens)
-        self._why_not = unsupported(dtype, spec.head_dim, device)
-        if not self._why_not and not sizes:
-            self._why_not = f"no chunk is longer than {max_tokens} tokens"
+        shape = (spec.heads, spec.kv_heads, spec.head_dim)
+        self.paged: FlashInferChunks | None = None
         self.dense: DenseChunks | None = None
+        if choice == "flashinfer":
+            self.paged = FlashInferChunks(*shape, self.scale, dtype, device)
+            return
+        sizes = tuple(size for size in SIZES if size <= max_tokens)
+        self._why_not = "as set" if choice == "triton" else unsupported(dtype, shape[2], device)
+        if not self._why_not and not sizes:
+            self._why_not = f"no chunk of {max_tokens} tokens is long enough for cuDNN"
+        if self._why_not and choice == "cudnn":
+            raise _refusal(choice, self._why_not)
         if not self._why_not:
-            self.dense = DenseChunks(
-                sizes, spec.heads, spec.kv_heads, spec.head_dim, self.scale, dtype, device
-            )
+            self.dense = DenseChunks(sizes, *shape, self.scale, dtype, device)
 
-    def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> str:
-        """Plan the sizes that cuDNN takes, in seconds -> which they are, or why none.
+    def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> Resolved[str]:
+        """Plan the sizes that cuDNN takes, in seconds, or compile what FlashInfer needs ->
+        which library chunks go to, and why.
 
         k, v: the cache of any layer. Call in the thread that will launch steps, on its stream;
-        without it, or in another thread, our kernel does all.
+        without it, or in another thread, our kernel does all. Raises ConfigError if FlashInfer
+        was asked for and fails.
         """
+        if self.paged is not None:
+            self.paged.prepare(k, v, tables)
+            name = f"its {self.paged.kernel} kernel"
+            return Resolved("flashinfer", f"as set: {name} for chunks of steps without a graph")
+        spare = self._choice == "auto" and find_spec("flashinfer") is not None
+        more = f"; FlashInfer, which is installed, only with {SETTING} = flashinfer" * spare
         if self.dense is None:
-            return f"prefill attention: Triton ({self._why_not})"
+            return Resolved("triton", self._why_not + more)
         self.dense.prepare(k, v, tables)
         sizes = ", ".join(map(str, self.dense.sizes))
-        return f"prefill attention: cuDNN for long first chunks, padded to {sizes}; else Triton"
+        set_or_not = "as set: " if self._choice == "cudnn" else ""
+        why = f"{set_or_not}for long first chunks, padded to {sizes}; else Triton{more}"
+        return Resolved("cudnn", why)
 
     def singles(self, columns: StepColumns) -> StepAttention:
         """A step in which every token is a query of its own."""
@@ -95,6 +138,9 @@ class Attention:
             Span(*of_one)
             for of_one in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True)
         ][singles:]
+        if self.paged is not None and self.paged.ready:
+            planned = self.paged.plan(spans, columns.tables)
+            return StepAttention(self, columns, singles, None, planned=planned)
         sizes = [self._dense_size(span) for span in spans]
         dense = [(span, size) for span, size in zip(spans, sizes, strict=True) if size]
         paged = [span for span, size in zip(spans, sizes, strict=True) if not size]
@@ -120,7 +166,8 @@ class Attention:
 
 
 class StepAttention:
-    """Tokens [0, singles) alone, the rest in chunks; `dense`: those of cuDNN, with their sizes."""
+    """Tokens [0, singles) alone, the rest in chunks; `dense`: those of cuDNN, with their sizes;
+    `planned`: all of them, where FlashInfer takes them."""
 
     def __init__(
         self,
@@ -129,9 +176,10 @@ class StepAttention:
         singles: int,
         chunks: Chunks | None,
         dense: Sequence[tuple[Span, int]] = (),
+        planned: PlannedChunks | None = None,
     ) -> None:
         self._shared, self._singles, self._chunks = shared, singles, chunks
-        self._dense = dense
+        self._dense, self._planned = dense, planned
         self._columns = columns
         self._alone = StepColumns(
             columns.rows[:singles],
@@ -147,6 +195,8 @@ class StepAttention:
         `out`, or in its stead what cuDNN wrote, where that has a row for every token.
         """
         out = self._attend_dense(q, k, v, out)
+        if self._planned is not None:
+            self._planned.attend(q, k, v, out)
         shared, singles = self._shared, self._singles
         if singles:
             config, splits = shared.decoding(singles)

@@ -51,3 +51,9 @@ class ChunkTable:
         tiles = words[4 * n :]
         slot[4 * MAX_CHUNKS : 4 * MAX_CHUNKS + tiles.size] = tiles
         self._upload.send(self._device, size)
+
+    def clear(self, tokens: int) -> None:
+        """No chunk, for a graph of `tokens` tokens."""
+        size = self._tiling.words(tokens, MAX_CHUNKS)
+        self._upload.slot()[:size] = -1
+        self._upload.send(self._device, size)

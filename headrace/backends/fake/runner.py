@@ -160,6 +160,10 @@ class FakeRunner:
         """Nothing of its own. See `engine.protocol.Runner`."""
         return {}
 
+    def idle(self) -> bool:
+        """Nothing is ever put off. See `engine.protocol.Runner`."""
+        return False
+
     def close(self) -> None:
         """Forget everything. See `engine.protocol.Runner`."""
         assert not self._in_flight, "closed with a step in flight"
