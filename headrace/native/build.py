@@ -26,7 +26,7 @@ SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("g++", "clang++", "c++")
 _REMEDY = "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install)"
 _TIMEOUT_S = 300.0
-_FLAGS = [
+FLAGS = [
     "-std=c++17",
     "-O3",
     "-fPIC",
@@ -107,7 +107,7 @@ def build(
     compiler = find_compiler(environ)
     if isinstance(compiler, Unavailable):
         return compiler
-    flags = [*_FLAGS, *extra_flags]
+    flags = [*FLAGS, *extra_flags]
     try:
         folder = cache.cache_home(environ) / "native" / _key(compiler, flags, sets)
         path = folder / "libheadrace.so"
@@ -138,17 +138,21 @@ def _key(compiler: str, flags: list[str], sets: Sequence[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _commands(
-    compiler: str, flags: list[str], sets: Sequence[str], folder: Path
+def commands_for(
+    compiler: str,
+    flags: Sequence[str],
+    sets: Sequence[str],
+    folder: Path,
+    machine: str = platform.machine(),
 ) -> tuple[list[list[str]], list[str]]:
-    """Commands that make the objects, and those objects."""
+    """Commands that make the objects of a library for `machine`, and those objects."""
     commands, objects = [], []
     units = [(source, name) for name in sets for source in _PER_SET]
     for source, name in [*units, *((source, "") for source in _ONCE)]:
         target = str(folder / f"{source}.{name or 'all'}.o")
         own = [f"-DHR_ISA={name or 'packing'}", *(f"-DHR_HAS_{known.upper()}" for known in sets)]
         if name:
-            own += [*instruction_sets()[name], f"-DHR_TABLE=k_{name}"]
+            own += [*instruction_sets(machine)[name], f"-DHR_TABLE=k_{name}"]
         commands.append(
             [compiler, *flags, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", target]
         )
@@ -161,7 +165,7 @@ def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         folder = Path(temporary)
-        commands, objects = _commands(compiler, flags, sets, folder)
+        commands, objects = commands_for(compiler, flags, sets, folder)
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as jobs:
             failures = [said for said in jobs.map(_run, commands) if said]
         made = folder / path.name

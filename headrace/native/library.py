@@ -104,7 +104,7 @@ class Library:
         self.quantise_rows.argtypes = [c_int32] * 3 + [c_void_p, c_int32, c_void_p, c_char_p]
         self.quantise_rows.restype = c_int32
         self.pool_new = library.hr_pool_new
-        self.pool_new.argtypes = [c_int32, c_void_p, c_int32, c_char_p]
+        self.pool_new.argtypes = [c_int32, c_int32, c_char_p]
         self.pool_new.restype = c_void_p
         self.pool_free = library.hr_pool_free
         self.pool_free.argtypes, self.pool_free.restype = [c_void_p], None

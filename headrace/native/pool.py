@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 from headrace.errors import ConfigError
 from headrace.native.library import Library, Op, Step
@@ -12,7 +11,7 @@ from headrace.native.library import Library, Op, Step
 class Pool:
     """`threads` threads, the caller of `run` among them; they sleep between steps.
 
-    `cores`: one a thread to pin to (the first is ignored: the caller keeps its own affinity).
+    They run wherever the process may (`taskset`, cgroups); none is tied to a core of its own.
     `isa`: a kernel table by name, "" = the best this processor runs. Raises ConfigError for one
     that it does not run.
     """
@@ -22,15 +21,12 @@ class Pool:
         library: Library,
         threads: int,
         *,
-        cores: Sequence[int] = (),
         spin_us: int = 20,
         isa: str = "",
     ) -> None:
         assert threads >= 1, "the caller is a thread"
-        assert len(cores) in (0, threads), "a core for each thread, or none"
-        pins = (ctypes.c_int32 * threads)(*cores) if cores else None
         self.library = library
-        self._handle = library.pool_new(threads, pins, spin_us, isa.encode())
+        self._handle = library.pool_new(threads, spin_us, isa.encode())
         if not self._handle:
             raise ConfigError(f"this processor does not run the {isa} kernels")
         self.threads = threads

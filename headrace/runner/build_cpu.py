@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from headrace.backends.choose import resolve_overlap
 from headrace.backends.cpu import device
 from headrace.backends.cpu.forward import Forward, TorchForward
 from headrace.backends.cpu.kv_store import KvStore
@@ -25,6 +26,7 @@ from headrace.native.weights import Arena
 from headrace.runner import ledger, pack
 from headrace.runner.checkpoint import Checkpoint
 from headrace.runner.runner import TorchRunner, table_width
+from headrace.runner.worker import InlineWorker, ThreadWorker
 
 
 class Kernels(msgspec.Struct, frozen=True):
@@ -168,7 +170,8 @@ def make_runner(
     """The runner over a loaded decoder; it takes the pool (see `make_pool`)."""
     if pool is None or loaded.packed is None:
         threads = settings.threads or device.cores()
-        return TorchRunner(TorchForward(loaded.model, store), store, capacity, threads)
+        worker = ThreadWorker(threads)
+        return TorchRunner(TorchForward(loaded.model, store), store, capacity, worker)
     forward: Forward = NativeForward(
         loaded.model,
         loaded.packed,
@@ -179,4 +182,5 @@ def make_runner(
         exact=loaded.kernels.exact,
     )
     # One pool computes: torch's own threads would spin beside it.
-    return TorchRunner(forward, store, capacity, 1)
+    overlap = resolve_overlap(settings, "cpu").value
+    return TorchRunner(forward, store, capacity, ThreadWorker(1) if overlap else InlineWorker())

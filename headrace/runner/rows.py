@@ -20,17 +20,19 @@ class Rows:
 
     def __init__(self, max_rows: int, width: int) -> None:
         self.tables = torch.zeros((max_rows, width), dtype=torch.int64)
-        self.last = torch.zeros(max_rows, dtype=torch.int64)
+        self.last = np.zeros(max_rows, np.int64)
         self.columns = Columns.empty(max_rows)
         self.reports = [-1] * max_rows  # Sampling.logprobs of each row
         self._taken = [False] * max_rows
         self._shapers: dict[int, Shaper] = {}
+        self._choosy: set[int] = set()  # rows that ask for more than their largest logit
 
     def leave(self, row: int) -> None:
         """The sequence in `row` is gone. Changes nothing for a free row: when a step broke, the
         next plan names its leaves again."""
         self._taken[row] = False
         self._shapers.pop(row, None)
+        self._choosy.discard(row)
 
     def join(self, join: Join) -> None:
         """A sequence takes a free row."""
@@ -43,6 +45,8 @@ class Rows:
         self.reports[join.row] = join.sampling.logprobs
         if (shaper := Shaper.of(join)) is not None:
             self._shapers[join.row] = shaper
+        if shaper is not None or join.sampling.logprobs >= 0 or not self.columns.greedy[join.row]:
+            self._choosy.add(join.row)
 
     def grow(self, grow: Grow) -> None:
         """Append to, or replace in, a row's block table."""
@@ -70,11 +74,15 @@ class Rows:
         """What shapes the logits of the draws into `rows`; [] if nothing does."""
         return [self._shapers.get(row) for row in rows] if self._shapers else []
 
-    def drew(self, rows: list[int], positions: list[int], tokens: Tensor) -> None:
+    def want_largest(self, rows: list[int]) -> bool:
+        """Whether the draws into `rows` are the largest logits and nothing is reported of them."""
+        return self._choosy.isdisjoint(rows)
+
+    def drew(self, rows: list[int], positions: list[int], tokens: list[int]) -> None:
         """tokens [len(rows)] were drawn into `rows`, at these positions."""
         self.last[rows] = tokens
         for j, row in enumerate(rows if self._shapers else []):
-            self._learn(row, positions[j], [int(tokens[j])])
+            self._learn(row, positions[j], [tokens[j]])
 
     def _learn(self, row: int, position: int, ids: list[int]) -> None:
         if (shaper := self._shapers.get(row)) is not None and shaper.history is not None:
@@ -89,6 +97,8 @@ class Rows:
 
     def ids(self, rows: list[int], ids: list[list[int] | None]) -> Tensor:
         """The step's tokens [T] int64; None stands for the token last drawn into the row."""
+        if not any(ids):  # all decode
+            return torch.from_numpy(self.last[rows])
         flat: list[int] = []
         places, owners = [], []
         for row, tokens in zip(rows, ids, strict=True):
@@ -98,7 +108,6 @@ class Rows:
                 flat.append(0)
             else:
                 flat += tokens
-        out = torch.tensor(flat)
-        if places:
-            out[places] = self.last[owners]
-        return out
+        out = np.array(flat, np.int64)
+        out[places] = self.last[owners]
+        return torch.from_numpy(out)

@@ -1,16 +1,16 @@
-"""Computes steps: plan -> forward pass -> tokens, on a thread of its own.
+"""Computes steps: plan -> forward pass -> tokens.
 
-One worker thread does all tensor work in the order it was asked for, so the engine plans the next
-step while this one runs. The only shared state is inside the tickets.
+One worker does all tensor work in the order it was asked for: a thread of its own, so that the
+engine plans the next step while this one runs, or the engine's. The only shared state is inside
+the tickets.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +21,13 @@ from headrace.errors import EngineError
 from headrace.messages import Logprobs, Output, StepPlan, StepResult
 from headrace.runner.plan_check import check, sources_of
 from headrace.runner.rows import Rows
+from headrace.runner.worker import Pending, Worker
 from headrace.sampling.logprobs import report
 from headrace.sampling.pipeline import NO_TOKEN, sample
 from headrace.sampling.shaping import Bits
 
 _OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 _FAILED_TOKEN = -1
-T = TypeVar("T")
 
 
 class TorchTicket:
@@ -35,8 +35,8 @@ class TorchTicket:
 
     def __init__(self, runner: TorchRunner, plan: StepPlan) -> None:
         self._runner, self._plan = runner, plan
-        self._logits = runner.submit(lambda: runner.forward(plan))
-        self._result: Future[StepResult] | None = None
+        self._logits = runner.worker.submit(lambda: runner.forward(plan))
+        self._result: Pending[StepResult] | None = None
 
     @property
     def finished(self) -> bool:
@@ -47,7 +47,7 @@ class TorchTicket:
         """Enqueue the sampler."""
         assert self._result is None, "a ticket is finished once"
         mine = {} if masks is None else dict(zip(masks.draws, masks.bits.copy(), strict=True))
-        self._result = self._runner.submit(lambda: self._sample(mine))
+        self._result = self._runner.worker.submit(lambda: self._sample(mine))
 
     def _sample(self, masks: Mapping[int, Bits]) -> StepResult:
         logits, busy_s = self._logits.result()  # done: one worker, in order
@@ -65,16 +65,18 @@ def table_width(capacity: Capacity) -> int:
 
 
 class TorchRunner:
-    """A decoder-only model over one KV group; see `engine.protocol.Runner`."""
+    """A decoder-only model over one KV group; see `engine.protocol.Runner`.
 
-    def __init__(self, forward: Forward, store: KvStore, capacity: Capacity, threads: int) -> None:
+    Takes the worker: `close` ends it. With an inline one a step is computed while it is launched.
+    """
+
+    def __init__(
+        self, forward: Forward, store: KvStore, capacity: Capacity, worker: Worker
+    ) -> None:
         self._forward, self._store, self._capacity = forward, store, capacity
         self._rows = Rows(capacity.max_rows, table_width(capacity))
         self._latest: TorchTicket | None = None
-        # OpenMP keeps its thread count per thread: the worker sets its own.
-        self._worker = ThreadPoolExecutor(
-            1, "runner", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+        self.worker = worker
 
     @property
     def capacity(self) -> Capacity:
@@ -105,14 +107,10 @@ class TorchRunner:
 
     def close(self) -> None:
         """Stop the worker and free the memory."""
-        self._worker.shutdown(wait=True)
+        self.worker.close()
         self._latest = None
         self._forward.close()
         del self._forward, self._store, self._rows
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue work for the worker thread."""
-        return self._worker.submit(work)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor | None, float]:
@@ -171,32 +169,39 @@ class TorchRunner:
     def _draw(
         self, plan: StepPlan, logits: Tensor, masks: Mapping[int, Bits]
     ) -> tuple[list[int], list[tuple[int, str]], list[Logprobs | None]]:
-        peaks = self._forward.peaks(logits)
+        peaks, into = self._forward.peaks(logits), plan.draw_into
         best, finite = peaks.best, peaks.finite
+        positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
         sources = {row: i for i, row in enumerate(sources_of(plan))}
+        order = None
         if len(sources) != len(plan.draw_from):
             order = [sources[row] for row in plan.draw_from]
-            logits, best, finite = logits[order], best[order], finite[order]
-        broken = [] if finite.all() else (~finite).nonzero()[:, 0].tolist()
+            best, finite = best[order], finite[order]
+        broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
+        if not masks and not broken and self._rows.want_largest(into):
+            tokens = best.tolist()
+            self._rows.drew(into, positions, tokens)
+            return tokens, [], []
+        if order is not None:
+            logits = logits[order]
         if broken:
             logits[broken] = 0.0  # drawn like any other row, then thrown away
-        asking = [j for j, row in enumerate(plan.draw_into) if self._rows.reports[row] >= 0]
+        asking = [j for j, row in enumerate(into) if self._rows.reports[row] >= 0]
         raw = logits[asking] if asking else None  # a copy: stages overwrite the logits
-        positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
-        into = plan.draw_into
         columns, shapers = self._rows.draws(into, positions), self._rows.shapers(into)
-        drawn = sample(logits, columns, best=best, shapers=shapers, masks=masks)
+        drawn = sample(logits, columns, best=torch.from_numpy(best), shapers=shapers, masks=masks)
         tokens = drawn.tolist()
         failed = {j: "no token is allowed" for j, token in enumerate(tokens) if token == NO_TOKEN}
         failed |= dict.fromkeys(broken, "the model's logits were not finite")
         for j in failed:
             tokens[j] = _FAILED_TOKEN
-        self._rows.drew(into, positions, drawn.clamp(min=0))  # a step ahead may compute them
+        # A step ahead may compute a failed one's token.
+        self._rows.drew(into, positions, [max(token, 0) for token in tokens])
         logprobs: list[Logprobs | None] = []
         if raw is not None:
             counts = [self._rows.reports[into[j]] for j in asking]
             logprobs = [None] * len(tokens)
-            ids = drawn[asking].clamp(min=0).tolist()
+            ids = [max(tokens[j], 0) for j in asking]
             for j, entry in zip(asking, report(raw, ids, counts), strict=True):
                 logprobs[j] = None if j in failed else entry
         return tokens, sorted(failed.items()), logprobs

@@ -64,7 +64,7 @@ class Columns:
 
     def take(self, rows: npt.NDArray[np.int64] | list[int]) -> Columns:
         """The columns of some rows."""
-        return Columns(*(getattr(self, f.name)[rows] for f in dataclasses.fields(self)))
+        return Columns(*(column[rows] for column in vars(self).values()))
 
     @property
     def greedy(self) -> npt.NDArray[np.bool_]:

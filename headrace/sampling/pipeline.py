@@ -156,7 +156,25 @@ def inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
     The first token whose cumulative weight exceeds u times the total: never one of weight 0.
     """
-    cumulative = (logits - logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
+    if logits.shape[0] > _ROWS_AT_ONCE:
+        return _inverse_cdf(logits, u)
+    # Tokens of weight 0 change no sum: rows with few others need not look at them.
+    stay = logits.numpy() > -np.inf
+    few = [i for i, row in enumerate(stay) if np.count_nonzero(row) * 4 < row.size]
+    if not few:
+        return _inverse_cdf(logits, u)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    for i in few:
+        ids = torch.from_numpy(np.flatnonzero(stay[i]))
+        out[i] = ids[_inverse_cdf(logits[i, ids][None], u[i : i + 1])[0]]
+    rest = [i for i in range(len(stay)) if i not in few]
+    if rest:
+        out[rest] = _inverse_cdf(logits[rest], u[rest])
+    return out
+
+
+def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
+    cumulative = (logits - logits.amax(-1, keepdim=True)).exp_().cumsum_(-1)
     total = cumulative[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
     return torch.searchsorted(cumulative, torch.minimum(u[:, None] * total, below), right=True)[

@@ -16,6 +16,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
+_FEW = 4  # draws that plain integers number faster than arrays
 
 Uint64s = npt.NDArray[np.uint64]
 
@@ -40,6 +41,9 @@ def uniform_reference(seed: int, choice: int, position: int) -> float:
 
 def uniform(seeds: Uint64s, choices: Uint64s, positions: Uint64s) -> npt.NDArray[np.float64]:
     """0 <= u < 1, [n] float64, for n draws; equals `uniform_reference` bit by bit."""
+    if len(seeds) <= _FEW:
+        rows = zip(seeds.tolist(), choices.tolist(), positions.tolist(), strict=True)
+        return np.array([uniform_reference(*row) for row in rows], np.float64)
     low, shift = np.uint64(_LOW), np.uint64(32)
     m0, m1 = (np.uint64(m) for m in _MULTIPLIERS)
     s0, s1 = (np.uint64(s) for s in _KEY_STEPS)

@@ -13,6 +13,8 @@ from torch import Tensor
 from headrace.sampling.params import Columns
 
 _LOOKS = (256, 4096)  # candidates that top-p sorts before it sorts the whole vocabulary
+_FEW = 4096  # candidates that top-p looks at alone
+_CERTAIN = 1.0 - 1e-9  # a sum of float64 over a vocabulary is off by less
 
 
 def keep_largest(logits: Tensor, counts: Tensor) -> Tensor:
@@ -111,8 +113,41 @@ class TopP:
     def apply(self, logits: Tensor, columns: Columns) -> Tensor:
         weights = (logits - logits.amax(-1, keepdim=True)).exp_()
         # cumsum, not sum: it adds a row up in the same order whatever the batch.
-        wanted = torch.from_numpy(columns.top_p)[:, None] * weights.cumsum(-1)[:, -1:]
-        return keep_until(logits, weights, wanted, logits)
+        total = weights.cumsum(-1)[:, -1:]
+        wanted = torch.from_numpy(columns.top_p)[:, None] * total
+        floors = (total - wanted) * (0.5 / logits.shape[1])
+        left = [
+            i for i in range(len(logits)) if not _keep_of_few(i, logits, weights, wanted, floors)
+        ]
+        if left:
+            logits[left] = keep_until(logits[left], weights[left], wanted[left], logits[left])
+        return logits
+
+
+def _keep_of_few(i: int, logits: Tensor, weights: Tensor, wanted: Tensor, floors: Tensor) -> bool:
+    """`keep_until` of row i, in place, among its tokens of at least floors[i]. All others weigh at
+    most half of what is not wanted, so they are not needed; no sort looks at them.
+
+    False, and nothing changed: too many such tokens, or rounding could matter.
+    """
+    row, target = weights[i].numpy(), wanted[i].item()
+    few = np.flatnonzero(row >= floors[i].item())
+    if few.size > _FEW:
+        return False
+    keys = logits[i].numpy()[few]
+    order = np.argsort(-keys)
+    mass = row[few[order]].cumsum()
+    if mass[-1] * _CERTAIN < target:
+        return False
+    count = int(np.searchsorted(mass, target)) + 1  # whose predecessors have less than `target`
+    edge = keys[order[count - 1]]
+    above, equal = keys > edge, keys == edge
+    equal &= equal.cumsum() <= count - np.count_nonzero(above)  # lowest ids first
+    stay = few[above | equal]
+    kept = logits[i].numpy()[stay]
+    logits[i] = -torch.inf
+    logits[i].numpy()[stay] = kept
+    return True
 
 
 class MinP:

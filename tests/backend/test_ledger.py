@@ -193,8 +193,10 @@ def test_settings_that_cannot_be_met(tmp_path: Path) -> None:
 
 def test_the_thread_setting_reaches_the_worker(tmp_path: Path) -> None:
     runner, _ = load_runner(
-        cpu(load_format="dummy", kv_blocks=2, threads=1), dummy(tmp_path), lambda name, s: None
+        cpu(load_format="dummy", kv_blocks=2, threads=3, cpu_kernels="torch"),
+        dummy(tmp_path),
+        lambda name, s: None,
     )
     assert isinstance(runner, TorchRunner)
-    assert runner.submit(torch.get_num_threads).result() == 1
+    assert runner.worker.submit(torch.get_num_threads).result() == 3
     runner.close()

@@ -40,7 +40,7 @@ def logits(files: ModelFiles, **fields: Any) -> tuple[torch.Tensor, list[str]]:
     ids = torch.randint(0, 300, (64 * 4,), generator=torch.Generator().manual_seed(3))
     batch = Batch(ids, torch.arange(64)[:, None].contiguous(), rows, [0] * 64, [4] * 64, [], rows)
     inner: Any = runner
-    out = inner.submit(lambda: inner._forward.logits(batch).clone()).result()
+    out = inner.worker.submit(lambda: inner._forward.logits(batch).clone()).result()
     runner.close()
     return out, info.ledger
 

@@ -17,7 +17,7 @@ from headrace.sampling import reference as definition
 from headrace.sampling.params import Columns
 from headrace.sampling.pipeline import STAGES, inverse_cdf, run_stages, sample
 from headrace.sampling.rng import philox, uniform, uniform_reference
-from headrace.sampling.truncation import TopP, keep_largest
+from headrace.sampling.truncation import TopP, keep_largest, keep_until
 
 Row = tuple[Sampling, int, int]
 
@@ -171,6 +171,23 @@ def test_a_filtered_distribution_is_renormalised() -> None:
     assert chi_square(tokens, [0.5, 0.3125, 0.1875, 0, 0, 0]) < 18.4  # 2 degrees
 
 
+@pytest.mark.parametrize("spread", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.95, 1 - 1e-12])
+def test_candidates_alone_give_what_the_whole_vocabulary_gives(spread: float, p: float) -> None:
+    """Bit by bit, ties at the edge included; and so does the draw from what stays."""
+    rng = torch.Generator().manual_seed(int(100 * p + spread))
+    logits = (spread * torch.randn(6, 9001, generator=rng)).round(decimals=1).double()
+    columns = Columns.of([(Sampling(top_p=p, seed=s), 0, 1) for s in range(6)])
+    weights = (logits - logits.amax(-1, keepdim=True)).exp_()
+    wanted = torch.from_numpy(columns.top_p)[:, None] * weights.cumsum(-1)[:, -1:]
+    whole = keep_until(logits, weights, wanted, logits.clone())
+    few = TopP().apply(logits.clone(), columns)
+    assert torch.equal(few, whole)
+    for u in (torch.zeros(6).double(), torch.rand(6, generator=rng).double()):
+        together = inverse_cdf(whole.repeat(2, 1), u.repeat(2))  # too many rows to take one by one
+        assert torch.equal(inverse_cdf(whole, u), together[:6])
+
+
 def test_the_ends_of_the_distribution() -> None:
     """u = 0 skips leading tokens of weight 0; the largest u stays within the vocabulary."""
     inf = math.inf
@@ -214,6 +231,8 @@ def test_uniform_equals_its_reference(draws: list[tuple[int, int, int]]) -> None
     seeds, choices, positions = (np.array(c, np.uint64) for c in zip(*draws, strict=True))
     got = uniform(seeds, choices, positions).tolist()
     assert got == [uniform_reference(*d) for d in draws]
+    many = uniform(*(np.tile(c, 5) for c in (seeds, choices, positions)))  # more than a few
+    assert many.tolist() == 5 * got
     assert all(0 <= u < 1 for u in got)
 
 

@@ -15,6 +15,7 @@ from headrace.kv.cache import KVCache
 from headrace.messages import Sampling, Submit
 from headrace.models.layers import Decoder
 from headrace.runner.runner import TorchRunner
+from headrace.runner.worker import ThreadWorker
 from headrace.sources.files import ModelFiles
 from tests.devices import load
 
@@ -107,7 +108,7 @@ def on_processor(model: Decoder, threads: int) -> Make:
             dtype=model.dtype,
         )
         capacity = Capacity([blocks], BLOCK, rows, spec.max_positions, spec.vocab_size)
-        return TorchRunner(TorchForward(model, store), store, capacity, threads)
+        return TorchRunner(TorchForward(model, store), store, capacity, ThreadWorker(threads))
 
     return make
 

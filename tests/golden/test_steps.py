@@ -263,14 +263,17 @@ def test_two_steps_in_flight(runner: Runner, twin: Runner) -> None:
 
 
 @pytest.mark.parametrize("backend", PROCESSORS, indirect=True, scope="session")
-def test_launch_does_not_wait_for_the_device(runner: Any) -> None:
+def test_launch_does_not_wait_for_the_device(backend: str, files: ModelFiles) -> None:
+    """Where the engine would not wait either; else the thread that launches computes."""
+    runner: Any = load(backend, files, **SETTINGS | {"overlap": "on"})
     gate = threading.Event()
-    held = runner.submit(gate.wait)
+    held = runner.worker.submit(gate.wait)
     ticket = runner.launch(prefill(0, ids(20), [1, 2, 3]))  # returns although the worker is busy
     ticket.finish()
     assert not held.done()
     gate.set()
     assert len(ticket.result().tokens) == 1
+    runner.close()
 
 
 def test_an_output_that_is_not_offered_is_refused(runner: Runner) -> None:

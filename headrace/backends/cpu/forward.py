@@ -10,6 +10,8 @@ from itertools import accumulate
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,11 +50,11 @@ class Batch(msgspec.Struct, frozen=True):
 class Peaks(msgspec.Struct, frozen=True):
     """Of each row of logits: the first largest (any, if not finite), and whether all are finite.
 
-    best [n] int64, finite [n] bool.
+    best [n] int64, finite [n] bool. May be overwritten by the next call.
     """
 
-    best: Tensor
-    finite: Tensor
+    best: npt.NDArray[np.int64]
+    finite: npt.NDArray[np.bool_]
 
 
 class Forward(Protocol):
@@ -123,7 +125,8 @@ class TorchForward:
     def peaks(self, logits: Tensor) -> Peaks:
         """See `Forward`."""
         low, high = logits.aminmax(dim=-1)  # NaN passes through
-        return Peaks(logits.argmax(-1), torch.isfinite(low) & torch.isfinite(high))
+        finite = torch.isfinite(low) & torch.isfinite(high)
+        return Peaks(logits.argmax(-1).numpy(), finite.numpy())
 
     @property
     def most_again(self) -> int:

@@ -239,6 +239,9 @@ class NativeForward:
         recorder = Recorder(self._model, self._weights, self._store, buffers, exact=self._exact)
         self._model.logits(self._model(recorder), recorder)
         self._buffers, self._recorder = buffers, recorder
+        self._best, self._finite = buffers.best.numpy(), buffers.finite.numpy()
+        self._columns = np.zeros((5, max(tokens, rows)), np.int32)
+        self._step = self._empty_step()
         self._ops = (Op * len(recorder.ops))(*recorder.ops)
         self._whole: Whole | None = None  # recorded when it is first asked for
         self._last: Batch | None = None  # the whole batch whose residual stream is in the buffers
@@ -285,48 +288,50 @@ class NativeForward:
 
         head_rows: tokens that the output layer takes, ascending; None: those that are chosen.
         """
-        chosen = np.array(batch.last_tokens()) if head_rows is None else head_rows
-        tokens = batch.ids.numel()
-        counts, starts = np.array(batch.counts), np.array(batch.starts)
-        owners = np.repeat(np.arange(counts.size), counts)
-        firsts = np.cumsum(counts) - counts
-        positions = np.arange(tokens) - firsts[owners] + starts[owners]
-        assert int(positions.max()) < self._cosines.shape[0], "a position past the rotary table"
-        writes = np.ones(tokens, np.int32)
-        writes[np.isin(owners, batch.unwritten)] = 0
-        columns = {
-            "ids": batch.ids.numpy(),
-            "head_rows": chosen,
-            "rows": np.array(batch.rows)[owners],
-            "positions": positions,
-            "writes": writes,
-        }
-        packed = {name: np.ascontiguousarray(c, np.int32) for name, c in columns.items()}
-        self.pool.run(ops, self._step(batch, packed))
-
-    def _step(self, batch: Batch, columns: dict[str, np.ndarray[Any, Any]]) -> Step:
-        spec, tables = self._model.spec, batch.tables
+        tokens, tables, step = batch.ids.numel(), batch.tables, self._step
+        chosen = batch.last_tokens() if head_rows is None else head_rows
+        ids, heads, rows, positions, writes = self._columns
         assert tables.is_contiguous(), "tables are read in place"
         assert tables.dtype == torch.int64, "block ids are int64"
+        ids[:tokens] = batch.ids.numpy()
+        heads[: len(chosen)] = chosen
+        writes[:tokens] = 1
+        if len(batch.rows) == tokens:  # a token each, as while all decode
+            rows[:tokens], positions[:tokens] = batch.rows, batch.starts
+            writes[batch.unwritten] = 0
+            furthest = max(batch.starts)
+        else:
+            counts = np.array(batch.counts)
+            owners = np.repeat(np.arange(counts.size), counts)
+            firsts = np.cumsum(counts) - counts
+            rows[:tokens] = np.array(batch.rows)[owners]
+            positions[:tokens] = np.arange(tokens) + (np.array(batch.starts) - firsts)[owners]
+            writes[:tokens][np.isin(owners, batch.unwritten)] = 0
+            furthest = int(positions[:tokens].max())
+        assert furthest < self._cosines.shape[0], "a position past the rotary table"
+        step.tokens, step.head_count = tokens, len(chosen)
+        step.tables, step.table_width = tables.data_ptr(), tables.shape[1]
+        self.pool.run(ops, step)
+
+    def _empty_step(self) -> Step:
+        """All of a step that is the same for all of them; its columns are those of `_columns`."""
+        spec, names = self._model.spec, ("ids", "head_rows", "rows", "positions", "writes")
+        columns = zip(names, self._columns, strict=True)
         return Step(
-            tokens=batch.ids.numel(),
-            head_count=columns["head_rows"].size,
-            tables=tables.data_ptr(),
             cosines=self._cosines.data_ptr(),
             sines=self._sines.data_ptr(),
-            table_width=tables.shape[1],
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             block_size=self._store.block_size,
             kv_type=self._kv_type,
-            **{name: column.ctypes.data for name, column in columns.items()},
+            **{name: column.ctypes.data for name, column in columns},
         )
 
     def peaks(self, logits: Tensor) -> Peaks:
         """See `Forward`; the step found them."""
         n = logits.shape[0]
-        return Peaks(self._buffers.best[:n].clone(), self._buffers.finite[:n] != 0)
+        return Peaks(self._best[:n], self._finite[:n] != 0)
 
     @property
     def most_again(self) -> int:
@@ -345,4 +350,4 @@ class NativeForward:
         """End the pool; drop weights and buffers."""
         self.pool.close()
         del self._model, self._weights, self._store, self._buffers, self._recorder, self._ops
-        del self._whole, self._last
+        del self._whole, self._last, self._best, self._finite, self._columns, self._step

@@ -86,9 +86,9 @@ int32_t hr_quantise_rows(int32_t type, int32_t source, int32_t columns, const ui
 }
 
 // Null if this processor or this library lacks the instruction set. See Pool for the other arguments.
-void* hr_pool_new(int32_t threads, const int32_t* cores, int32_t spin_us, const char* isa) {
+void* hr_pool_new(int32_t threads, int32_t spin_us, const char* isa) {
   const Kernels* kernels = find(isa);
-  return kernels ? new Pool(threads, cores, spin_us, kernels) : nullptr;
+  return kernels ? new Pool(threads, spin_us, kernels) : nullptr;
 }
 
 void hr_pool_free(void* pool) { delete static_cast<Pool*>(pool); }

@@ -3,10 +3,6 @@
 #include <stdlib.h>
 
 #include <chrono>
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -42,17 +38,6 @@ class FlushTiny {
 #endif
 };
 
-void pin(int core) {
-#if defined(__linux__)
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a hint: refused is fine
-#else
-  (void)core;
-#endif
-}
-
 // Queries that attention takes together: consecutive positions of one sequence. Of `count` tokens;
 // `tokens` names them, null: the first of the step.
 void cut_spans(const Step& step, const int32_t* tokens, int count, std::vector<Span>* spans) {
@@ -81,16 +66,9 @@ float* scratch_of_thread(int64_t floats) {
 
 }  // namespace
 
-Pool::Pool(int threads, const int32_t* cores, int spin_us, const Kernels* kernels)
+Pool::Pool(int threads, int spin_us, const Kernels* kernels)
     : threads_(threads), spin_us_(spin_us), kernels_(kernels) {
-  std::vector<int32_t> pins;
-  if (cores) pins.assign(cores, cores + threads);
-  for (int i = 1; i < threads; ++i) {
-    workers_.emplace_back([this, i, pins] {
-      if (!pins.empty()) pin(pins[i]);
-      serve(i);
-    });
-  }
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { serve(); });
 }
 
 Pool::~Pool() {
@@ -102,7 +80,7 @@ Pool::~Pool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Pool::serve(int) {
+void Pool::serve() {
   uint32_t seen = 0;
   while (true) {
     const auto began = std::chrono::steady_clock::now();

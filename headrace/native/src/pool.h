@@ -11,9 +11,9 @@
 
 class Pool {
  public:
-  // `threads` counts the caller of `run`. `cores` [threads], or null: no pinning; the caller's
-  // own affinity is never changed. A worker spins for about `spin_us` after a step, then sleeps.
-  Pool(int threads, const int32_t* cores, int spin_us, const Kernels* kernels);
+  // `threads` counts the caller of `run`. A worker spins for about `spin_us` after a step, then
+  // sleeps.
+  Pool(int threads, int spin_us, const Kernels* kernels);
   ~Pool();
 
   int threads() const { return threads_; }
@@ -31,7 +31,7 @@ class Pool {
   };
 
   void work();  // the ops of the current step
-  void serve(int index);
+  void serve();
   void plan(const Op* ops, int count, const Step& step);
   const std::vector<Span>& spans_of(const Op& op) const {
     return op.flags & kOfHead ? head_spans_ : spans_;
