@@ -18,6 +18,7 @@ import msgspec
 
 Reason = Literal["stop", "length", "abort", "error"]
 
+NO_TOKEN_ALLOWED = "no token is allowed"  # StepResult.failed: rules and masks left none
 EVERY = -1  # Done.handle: all of this API process's live requests are gone (it was silent too long)
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
-from headrace.grammar.asked import ResponseFormat, StructuredOutputs
+from headrace.grammar.asked import Choices, Lark, Regex, ResponseFormat, StructuredOutputs
 
 MAX_N = 128  # choices a prompt
 MAX_PROMPTS = 1024  # prompts in one completions request
@@ -61,9 +61,9 @@ class Generation(Draws, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None  # these are structured_outputs, of old
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Lark | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
