@@ -32,6 +32,12 @@ class Rules(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0  # before as many output tokens, `held` are banned
     held: list[int] = []
 
+    @property
+    def size(self) -> int:
+        """How many ids it holds."""
+        words = sum(map(len, self.bad_words))
+        return len(self.bias) + len(self.allowed) + len(self.banned) + words + len(self.held)
+
 
 class Repetition(msgspec.Struct, frozen=True, array_like=True):
     """Penalties on tokens that were there already."""

@@ -23,6 +23,7 @@ MAX_CHOICES = 2048  # prompts * n
 MAX_STOPS = 16  # OpenAI allows 4
 MAX_STOP_CHARS = 1000  # of each; the time to prepare one grows with it
 MAX_STOP_IDS = 128
+MAX_RULES = 2**23  # ids of rules, times prompts: each prompt has its own copy
 MAX_SALT = 256  # characters
 MAX_LOGPROBS = 20  # OpenAI's limit of top_logprobs
 MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations

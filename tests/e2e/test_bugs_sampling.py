@@ -137,3 +137,32 @@ def test_penalties_do_what_they_say(server: Server) -> None:
     assert text(server, frequency_penalty=0, presence_penalty=0, repetition_penalty=1) == text(
         server
     )
+
+
+def test_b090_rules_times_prompts_are_bounded(server: Server) -> None:
+    """50 kB of words are 100 000 ids, of which every prompt would have its own copy."""
+    words = [f"{i:0200}" for i in range(256)]
+    body = {"bad_words": words, "max_tokens": 1}
+    status, answer = post(server, prompt=["a"] * 100, **body)
+    assert status == 400, answer
+    assert answer["error"]["param"] == "prompt"
+    assert "8388608" in answer["error"]["message"]
+    assert post(server, prompt=["a"] * 2, **body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "NaN"),
+        ("top_p", "Infinity"),
+        ("min_p", "1e999"),
+        ("lz_penalty", "-1e999"),
+        ("logit_bias", '{"5": NaN}'),
+    ],
+)
+def test_b037_a_number_that_json_has_not_names_its_field(
+    server: Server, field: str, value: str
+) -> None:
+    status, answer = post(server, raw=f'{{"prompt": "a", "{field}": {value}}}')
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert field in answer["error"]["message"]
