@@ -87,9 +87,8 @@ def test_bad_words_are_never_completed(server: Server) -> None:
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"1"', "-3", "[1]"])
 def test_b037_no_number_of_that_range(server: Server, field: str, value: str) -> None:
     status, answer = post(server, raw=f'{{"prompt": "a", "{field}": {value}}}')
-    assert status == 400
-    if value not in ("NaN", "-Infinity", "1e999"):  # no JSON numbers: no field can be named
-        assert answer["error"]["param"] == field
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert field in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("prompt", [
@@ -148,21 +147,3 @@ def test_b090_rules_times_prompts_are_bounded(server: Server) -> None:
     assert answer["error"]["param"] == "prompt"
     assert "8388608" in answer["error"]["message"]
     assert post(server, prompt=["a"] * 2, **body)[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", "NaN"),
-        ("top_p", "Infinity"),
-        ("min_p", "1e999"),
-        ("lz_penalty", "-1e999"),
-        ("logit_bias", '{"5": NaN}'),
-    ],
-)
-def test_b037_a_number_that_json_has_not_names_its_field(
-    server: Server, field: str, value: str
-) -> None:
-    status, answer = post(server, raw=f'{{"prompt": "a", "{field}": {value}}}')
-    assert (status, answer["error"]["param"]) == (400, field)
-    assert field in answer["error"]["message"]
