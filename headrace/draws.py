@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidRequest
 
 MAX_BIASES = 1024
 MAX_IDS = 65_536  # of allowed_token_ids, of banned_token_ids
@@ -74,6 +74,20 @@ DEFAULTABLE = tuple(
 def hints(kind: type) -> Mapping[str, Any]:
     """Field -> annotation, with its ranges."""
     return typing.get_type_hints(kind, include_extras=True)
+
+
+def check_types(params: msgspec.Struct) -> None:
+    """What decoding checks by itself, for a struct that Python code has built.
+
+    Raises InvalidRequest naming the field.
+    """
+    for name, hint in hints(type(params)).items():
+        value = getattr(params, name)
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            why = str(error).split(" - at `")[0]
+            raise InvalidRequest(f"{name} = {value!r}: {why}", param=name) from None
 
 
 def parse_defaults(text: str) -> Draws:

@@ -18,6 +18,7 @@ import msgspec
 
 Reason = Literal["stop", "length", "abort", "error"]
 
+NO_TOKEN_ALLOWED = "no token is allowed"  # StepResult.failed: rules and masks left none
 EVERY = -1  # Done.handle: all of this API process's live requests are gone (it was silent too long)
 
 
@@ -30,6 +31,12 @@ class Rules(msgspec.Struct, frozen=True, array_like=True):
     bad_words: list[list[int]] = []  # the last id of each is banned after the ids before it
     min_tokens: int = 0  # before as many output tokens, `held` are banned
     held: list[int] = []
+
+    @property
+    def size(self) -> int:
+        """How many ids it holds."""
+        words = sum(map(len, self.bad_words))
+        return len(self.bias) + len(self.allowed) + len(self.banned) + words + len(self.held)
 
 
 class Repetition(msgspec.Struct, frozen=True, array_like=True):

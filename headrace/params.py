@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.draws import Draws, hints
+from headrace.draws import Draws, check_types
 from headrace.errors import InvalidRequest
 from headrace.grammar.asked import StructuredOutputs
 
@@ -38,7 +38,7 @@ class SamplingParams(Draws, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None  # draw as many, keep the n likeliest a token
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.stop == "":
             raise InvalidRequest("stop = '': a stop string cannot be empty", param="stop")
         if self.best_of is not None and self.best_of < self.n:
@@ -72,16 +72,6 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if self.n is not None and self.n > self.beam_width:
             raise InvalidRequest(f"n = {self.n} is over the {self.beam_width} beams", param="n")
-
-
-def _check_types(params: msgspec.Struct) -> None:
-    for name, hint in hints(type(params)).items():
-        value = getattr(params, name)
-        try:
-            msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
-            why = str(error).split(" - at `")[0]
-            raise InvalidRequest(f"{name} = {value!r}: {why}", param=name) from None

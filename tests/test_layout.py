@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BASE | {"kv", "observe"},
     "kernels": {"errors", "messages", "config"},
     "native": {"errors", "sources"},
-    "grammar": BASE | {"children"},
+    "grammar": BASE | {"children", "draws"},
     "models": BASE | {"sources", "quant"},
     "backends": BASE | {"kernels", "native", "models", "sampling"},
     "sampling": BASE,

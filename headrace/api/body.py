@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -9,6 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from headrace.api.errors import ClientGone
 from headrace.errors import InvalidRequest, TooLarge, WrongMediaType
+
+_LOOKED_AT_BYTES = 65_536  # of a body that is not JSON, in search of a bad number
 
 
 async def read_body(request: Request, limit_bytes: int) -> tuple[dict[str, Any], int]:
@@ -43,7 +46,28 @@ def decode(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body nests too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+        field = _absurd(body)
+        if field is None:
+            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        raise InvalidRequest(f"{field}: a number is NaN or out of range", param=field) from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     return value
+
+
+def _absurd(body: bytes) -> str | None:
+    """The member that holds a number that Python reads as NaN or infinite, if that is the fault."""
+    if len(body) > _LOOKED_AT_BYTES:
+        return None  # a kindness that may not hold up others
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    for name, member in value.items():
+        try:
+            msgspec.json.decode(json.dumps(member))
+        except (msgspec.MsgspecError, RecursionError):
+            return str(name)
+    return None

@@ -12,6 +12,7 @@ import msgspec
 from headrace.api.schemas import (
     MAX_CHOICES,
     MAX_PROMPTS,
+    MAX_RULES,
     Chat,
     Completion,
     Generation,
@@ -24,7 +25,7 @@ from headrace.asked import output_tokens
 from headrace.beams import BeamRules
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
-from headrace.messages import EngineInfo, Grammar
+from headrace.messages import EngineInfo, Grammar, Sampling
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.trace import Span, prompt_spans
 
@@ -268,16 +269,12 @@ def _prepared(
         service.sampler.sampling(request, info.vocab_size, stop_ids, 0),
         logprobs=max(shown.top, 0 if ranked else -1),
     )
+    _check_rules(len(prompts), sampling, grammar)
+    most = 1 if limit == 0 else limit
     jobs = [
         Job(
             prompt=prompt,
-            max_tokens=output_tokens(
-                info,
-                len(prompt),
-                1 if limit == 0 else limit,
-                param,
-                min_tokens=request.min_tokens,
-            ),
+            max_tokens=output_tokens(info, len(prompt), most, param, min_tokens=request.min_tokens),
             sampling=sampling
             if request.seed is not None
             else msgspec.structs.replace(sampling, seed=service.draw_seed()),
@@ -306,6 +303,19 @@ def _prepared(
         beams=beams,
         min_tokens=request.min_tokens or 0,
     )
+
+
+def _check_rules(prompts: int, sampling: Sampling, grammar: Grammar | None) -> None:
+    """A short body could ask for gigabytes: rules times prompts."""
+    size = sampling.rules.size if sampling.rules is not None else 0
+    size += len(sampling.dry.breakers) if sampling.dry is not None else 0
+    size += len(grammar.text) // 8 if grammar is not None else 0
+    if prompts > 1 and prompts * size > MAX_RULES:
+        raise InvalidRequest(
+            f"{prompts} prompts with {size} ids in rules, breakers and grammar each are over "
+            f"{MAX_RULES} in all: send fewer prompts at once",
+            param="prompt",
+        )
 
 
 def _shown(request: Generation, spans: list[list[Span]]) -> Shown:

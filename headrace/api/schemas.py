@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
-from headrace.grammar.asked import ResponseFormat, StructuredOutputs
+from headrace.grammar.asked import Choices, Lark, Regex, ResponseFormat, StructuredOutputs
 
 MAX_N = 128  # choices a prompt
 MAX_PROMPTS = 1024  # prompts in one completions request
@@ -23,6 +23,7 @@ MAX_CHOICES = 2048  # prompts * n
 MAX_STOPS = 16  # OpenAI allows 4
 MAX_STOP_CHARS = 1000  # of each; the time to prepare one grows with it
 MAX_STOP_IDS = 128
+MAX_RULES = 2**23  # ids of rules, times prompts: each prompt has its own copy
 MAX_SALT = 256  # characters
 MAX_LOGPROBS = 20  # OpenAI's limit of top_logprobs
 MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations
@@ -61,9 +62,9 @@ class Generation(Draws, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None  # these are structured_outputs, of old
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Lark | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None

@@ -204,12 +204,13 @@ class EventStream:
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _first(self) -> bytes:
+        roles = b""
+        if self._chunks.roles:
+            chunks = [self._chunks.role(choice.index) for choice in self._answer.choices]
+            roles = b"".join(map(self._counted, chunks))
         data = await self._next()
         while not data and not self._answer.stream.done:
             data = await self._next()
-        roles = b""
-        if self._chunks.roles:
-            roles = b"".join(self._chunks.role(c.index) for c in self._answer.choices)
         return roles + data
 
     def _opening(self, position: int) -> bytes:
@@ -218,7 +219,8 @@ class EventStream:
         logprobs = self._chunks.echoed(answer.echoed(position))
         echo, prompt = answer.echo(position), answer.prepared.jobs[position].prompt
         indices = range(position * n, position * n + n)
-        return b"".join(self._chunks.opened(i, echo, logprobs, prompt) for i in indices)
+        opened = [self._chunks.opened(i, echo, logprobs, prompt) for i in indices]
+        return b"".join(self._counted(chunk) for chunk in opened if chunk)
 
     async def _next(self) -> bytes:
         """Events for all that came; a comment after a nudge; empty when text is held back."""

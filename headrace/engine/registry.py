@@ -17,14 +17,22 @@ from headrace.engine.protocol import Capacity, Grammars, Matcher
 from headrace.engine.request import NO_ROW, Request, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.stats import Tally
-from headrace.errors import ContextTooLong, HeadraceError, InvalidRequest, QueueFull
+from headrace.errors import (
+    ContextTooLong,
+    HeadraceError,
+    InvalidRequest,
+    QueueFull,
+    RequestFailed,
+)
 from headrace.kv.cache import KVCache
 from headrace.messages import (
+    NO_TOKEN_ALLOWED,
     Done,
     End,
     Logprobs,
     PromptLogprobs,
     Reason,
+    Rules,
     StepResult,
     Submit,
 )
@@ -332,7 +340,9 @@ class Registry:
             if token < 0:
                 reasons.setdefault(draw, "no token was drawn")
         for draw, why in reasons.items():
-            self._end_all(sequences[draw].request, "error", "request_failed", why)
+            request = sequences[draw].request
+            error = _nothing_left(request.submit) if why == NO_TOKEN_ALLOWED else RequestFailed(why)
+            self._end_all(request, "error", error.code, error.message)
 
     def fail_running(self, why: str) -> None:
         """A step broke as a whole: every request that owns a row ends with `request_failed`."""
@@ -403,3 +413,18 @@ class Registry:
             max(0.0, request.last_token_s - first) if first >= 0 else 0.0,
         )
         self.outbox.of(owner).dones.append(done)
+
+
+def _nothing_left(submit: Submit) -> InvalidRequest:
+    """The fields of a request exclude each other, which only a draw could find."""
+    rules = submit.sampling.rules or Rules()
+    given = {
+        "allowed_token_ids": rules.allowed,
+        "banned_token_ids": rules.banned,
+        "bad_words": rules.bad_words,
+        "min_tokens": rules.held,
+    }
+    names = [name for name, value in given.items() if value]
+    if submit.grammar is not None:
+        names = ["structured output", *(names or ["stop_token_ids"])]
+    return InvalidRequest(f"{NO_TOKEN_ALLOWED}: {', '.join(names)} together leave none")

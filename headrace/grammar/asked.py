@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from headrace.draws import check_types
 from headrace.errors import InvalidRequest
 from headrace.grammar.formats import tightened
 from headrace.grammar.limits import MAX_CHOICES, MAX_TEXT, WHITESPACE
@@ -21,15 +22,26 @@ from headrace.messages import Grammar
 _LARK = msgspec.json.Encoder()
 
 
+Regex = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+Lark = Annotated[str, Meta(min_length=1)]
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the first five. None: not given."""
+    """One of the first five. None: not given.
+
+    Raises InvalidRequest naming the field for a value of the wrong type or out of range.
+    """
 
     json: str | dict[str, Any] | bool | None = None  # a JSON schema, or its text
-    regex: Annotated[str, Meta(min_length=1)] | None = None  # the whole output matches
-    choice: Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar: Annotated[str, Meta(min_length=1)] | None = None  # Lark
+    regex: Regex | None = None  # the whole output matches
+    choice: Choices | None = None
+    grammar: Lark | None = None
     json_object: bool | None = None  # any JSON object
     disable_any_whitespace: bool | None = None  # json: no blanks between tokens
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     def asks(self) -> list[str]:
         """The names of the constraints that are given."""

@@ -19,7 +19,7 @@ import torch
 from headrace.engine.protocol import Capacity, Masks
 from headrace.errors import EngineError
 from headrace.kernels.logprobs import ENTRY
-from headrace.messages import Logprobs, Output, StepPlan, StepResult
+from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Output, StepPlan, StepResult
 from headrace.runner.device_state import LIST_IDS
 from headrace.runner.draws import Queued
 from headrace.runner.entries import unpack
@@ -29,7 +29,6 @@ from headrace.runner.plan_check import check, sources_of
 from headrace.runner.prompt_logprobs import PromptLogprobs
 
 _OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
-NO_TOKEN = "no token is allowed"
 _NOTHING_LEFT = -2  # `kernels.draw`: no logit is finite
 _IN_FLIGHT = 4  # result slots: more than the tickets that may be open
 
@@ -215,7 +214,9 @@ def _tokens_of(
 def _why(token: int, *, refused: bool, edited: bool) -> str:
     if refused:
         return f"the lists of ids of all running requests exceed {LIST_IDS} ids"
-    return NO_TOKEN if token == _NOTHING_LEFT and edited else "the model's logits were not finite"
+    if token == _NOTHING_LEFT and edited:
+        return NO_TOKEN_ALLOWED
+    return "the model's logits were not finite"
 
 
 def _logprobs_of(queued: Queued, entries: npt.NDArray[np.int32]) -> list[Logprobs | None]:

@@ -18,7 +18,7 @@ from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.engine.protocol import Capacity, Masks
 from headrace.errors import EngineError
-from headrace.messages import Logprobs, Output, StepPlan, StepResult
+from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Output, StepPlan, StepResult
 from headrace.runner.plan_check import check, sources_of
 from headrace.runner.rows import Rows
 from headrace.runner.worker import Pending, Worker
@@ -191,7 +191,7 @@ class TorchRunner:
         columns, shapers = self._rows.draws(into, positions), self._rows.shapers(into)
         drawn = sample(logits, columns, best=torch.from_numpy(best), shapers=shapers, masks=masks)
         tokens = drawn.tolist()
-        failed = {j: "no token is allowed" for j, token in enumerate(tokens) if token == NO_TOKEN}
+        failed = {j: NO_TOKEN_ALLOWED for j, token in enumerate(tokens) if token == NO_TOKEN}
         failed |= dict.fromkeys(broken, "the model's logits were not finite")
         for j in failed:
             tokens[j] = _FAILED_TOKEN

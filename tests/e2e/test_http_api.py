@@ -120,9 +120,15 @@ def test_usage_in_every_chunk_rises_to_the_final_one(server: Server, n: int) -> 
     body = {"messages": user("a"), "max_tokens": 20, "n": n, "seed": 3, "ignore_eos": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
     _, chunks = stream(server, CHAT, {**body, "stream_options": options})
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]  # role chunks, too
     assert counts == sorted(counts)
+    assert counts[0] == 0
     assert counts[-1] == 20 * n == whole(server, CHAT, body)["usage"]["completion_tokens"]
+    echoed = {"prompt": ["a", "b"], "max_tokens": 4, "n": n, "echo": True, "return_token_ids": True}
+    _, chunks = stream(server, TEXT, {**echoed, "stream_options": options})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
 
 
 def test_choices_of_several_prompts(server: Server) -> None:

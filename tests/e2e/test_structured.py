@@ -120,8 +120,12 @@ def test_no_token_left_is_that_requests_error(server: Server) -> None:
     status, answer = server.post(
         TEXT, {"prompt": "x", "structured_outputs": {"regex": "aa"}, "banned_token_ids": [97]}
     )
-    assert status == 500
-    assert "no token is allowed" in answer["error"]["message"]
+    assert status == 400  # the caller's fields exclude each other: no fault of the server
+    message = answer["error"]["message"]
+    assert "no token is allowed" in message
+    assert "structured output" in message
+    assert "banned_token_ids" in message
+    assert answer["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,9 @@ def test_no_token_left_is_that_requests_error(server: Server) -> None:
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ({"guided_regex": "["}, "guided_regex"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": ""}, "guided_grammar"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "exclude"),
     ],
 )

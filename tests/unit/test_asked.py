@@ -11,6 +11,7 @@ from headrace.asked import DRY_BREAKERS, Sampler, output_tokens
 from headrace.config import load
 from headrace.draws import DEFAULTABLE, Draws, parse_defaults
 from headrace.errors import ConfigError, InvalidRequest
+from headrace.grammar.asked import StructuredOutputs
 from headrace.messages import Dry, EngineInfo, Lz, Repetition, Rules, Sampling
 from headrace.params import SamplingParams
 from headrace.sources.card import ModelCard
@@ -181,3 +182,13 @@ def test_defaults_of_every_kind() -> None:
     assert given.top_k == given.lz_window == given.dry_base == 2
     assert given.temperature == given.typical_p == given.presence_penalty == 0.5
     assert parse_defaults(" ") == Draws()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"regex": ""}, {"regex": 5}, {"choice": []}, {"choice": "ab"}, {"json": 5}, {"grammar": ""}],
+)
+def test_structured_outputs_that_python_builds_are_checked_too(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        StructuredOutputs(**fields)
+    assert caught.value.param in fields

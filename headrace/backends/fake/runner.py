@@ -22,7 +22,7 @@ import numpy.typing as npt
 from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
 from headrace.engine.protocol import Capacity, Masks, StepCost
-from headrace.messages import Join, Logprobs, Output, StepPlan, StepResult
+from headrace.messages import NO_TOKEN_ALLOWED, Join, Logprobs, Output, StepPlan, StepResult
 from headrace.sampling.shaping import unpacked
 
 MAX_IN_FLIGHT = 2
@@ -244,7 +244,7 @@ class FakeRunner:
             if self._verify and row.history is not None:
                 self._check_history(row.history, self._rows[plan.rows[source]], position)
             if token is None:
-                ticket.failed.append((j, "no token is allowed"))
+                ticket.failed.append((j, NO_TOKEN_ALLOWED))
             row.last = token or 0  # a step ahead may compute what failed
             row.learn(position, [row.last])
             tokens.append(-1 if token is None else token)
