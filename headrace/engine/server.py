@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.engine")
 
 PULSE_S = 0.5
-IDLE_POLL_MS = 1000  # an idle engine wakes this often to judge silent API processes
+REST_S = 1.0  # without work, before the engine does what it put off
+IDLE_POLL_MS = 500  # an idle engine wakes this often to judge silent API processes
 INTAKE = 1024  # messages taken between two steps
 SEND_QUEUE = 4096  # messages ZMQ holds for one API process before it counts as stalled
 
@@ -302,15 +303,18 @@ def _loop(
 ) -> None:
     """Inbox, turn, outbox; blocked in `poll` while there is no work.
 
-    Before that, the engine does what it put off, one piece after another while the inbox is empty:
-    a request waits for one piece at most.
+    After a second without work the engine does what it put off, one piece after another while the
+    inbox is empty: a request waits for one piece at most, and one of a series for none.
     """
     poller = zmq.Poller()
     poller.register(post.socket, zmq.POLLIN)
     poller.register(stopper.fileno(), zmq.POLLIN)
+    worked_s = time.monotonic()
     while not stopper.stopped:
-        if not engine.has_work and not poller.poll(0):
-            if engine.idle():
+        if engine.has_work:
+            worked_s = time.monotonic()
+        elif not poller.poll(0):
+            if time.monotonic() - worked_s > REST_S and engine.idle():
                 metrics.update(engine.stats())
             else:
                 poller.poll(IDLE_POLL_MS)
