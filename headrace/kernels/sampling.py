@@ -25,14 +25,13 @@ from headrace.kernels.chunk_peaks import chunk_peaks_kernel
 from headrace.kernels.draw import draw_kernel
 from headrace.kernels.draw_params import KINDS, TYPICAL_KINDS, WIDTH, Kind
 from headrace.kernels.launch import launch
+from headrace.kernels.settle import centre_kernel, settle_kernel
 from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
 from headrace.kernels.typical import (
     PIVOTS,
-    centre_kernel,
     collect_kernel,
     narrow_kernel,
     near_kernel,
-    settle_kernel,
     typical_kernel,
 )
 
