@@ -53,7 +53,8 @@ class Compiling:
             if future.done():
                 yield request, _settle(request, future)
             elif now - since > LIMIT_S:
-                yield request, RequestFailed(f"its grammar took over {LIMIT_S:.0f} s to compile")
+                why = f"the grammar is too complex: it takes over {LIMIT_S:.0f} s to compile"
+                yield request, InvalidRequest(why, param="structured_outputs")
             else:
                 still.append(entry)
         self._waiting = still

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from headrace.errors import InvalidRequest, RequestFailed
+from headrace.errors import InvalidRequest
 from headrace.grammar.limits import CACHED, LEXER_STATES, MAX_TEXT
 from headrace.grammar.matcher import Matcher, fill, why
 from headrace.grammar.vocabulary import Vocabulary
@@ -74,10 +74,7 @@ class Compiler:
         matcher = Matcher(compiled(tokenizer, grammar))
         # The first mask is the dearest; clones share what it found out.
         self.fill([matcher], np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32))
-        try:
-            matcher.check()
-        except RequestFailed as error:
-            raise InvalidRequest(error.message) from None
+        matcher.check()
         return matcher
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
-from headrace.errors import RequestFailed
+from headrace.errors import InvalidRequest
 
 
 class Matcher:
@@ -30,7 +30,7 @@ class Matcher:
         return self._inner.is_accepting()
 
     def advance(self, token: int) -> None:
-        """One more token. Raises RequestFailed if it does not fit or costs more than it may."""
+        """One more token. Raises InvalidRequest if it does not fit or costs more than it may."""
         if not self._inner.consume_token(token):
             self.check()
 
@@ -43,9 +43,9 @@ class Matcher:
         return Matcher(self._inner.deep_copy())
 
     def check(self) -> None:
-        """Raise RequestFailed if llguidance gave up on it."""
+        """Raise InvalidRequest if llguidance gave up on it: it is more than may be asked for."""
         if self._inner.is_error():
-            raise RequestFailed(f"the grammar cannot be followed: {why(self._inner)}")
+            raise InvalidRequest(f"the grammar cannot be followed: {why(self._inner)}")
 
 
 def fill(executor: LLExecutor, matchers: Sequence[Matcher], bits: npt.NDArray[np.int32]) -> None:

@@ -25,7 +25,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
-HOSTILE = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(5000)}}
+HOSTILE = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(8000)}}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.backends.fake.model import advance, draw, root
-from headrace.errors import InvalidRequest, RequestFailed
+from headrace.errors import InvalidRequest
 from headrace.messages import Grammar, Submit
 
 EOS = 258
@@ -54,7 +54,7 @@ class FakeMatcher:
             self.at += 1
         state = self.spec[self.at]
         if state == "!" or token not in (set(b"abcd") if state == "." else {ord(state)}):
-            raise RequestFailed(f"token {token} at {self.at} of {self.spec!r}")
+            raise InvalidRequest(f"token {token} at {self.at} of {self.spec!r}")
         self.at += 1
 
     def forced(self) -> list[int]:
@@ -155,7 +155,7 @@ def reference(submit: Submit, choice: int, eos: int | None) -> tuple[list[int], 
             return ids[len(submit.prompt) :], "stop"
         try:
             at.advance(drawn)
-        except RequestFailed:
+        except InvalidRequest:
             return ids[len(submit.prompt) :], "error"
         if at.ended:
             return ids[len(submit.prompt) :], "stop"
