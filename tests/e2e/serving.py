@@ -47,6 +47,7 @@ class Server:
         self.engine = self.start_engine()
         self.apis = [self.start_api(worker) for worker in range(self._workers)]
         try:
+            self.wait(lambda: all(map(_catches_sigterm, self.apis)), "every process drains")
             self.wait(lambda: self.get("/ready")[0] == 200, "ready")
         except BaseException:
             self.__exit__(None, None, None)
@@ -181,3 +182,12 @@ def events(raw: bytes) -> list[Any]:
             data = block.removeprefix("data: ")
             out.append(data if data == "[DONE]" else json.loads(data))
     return out
+
+
+def _catches_sigterm(process: subprocess.Popen[bytes]) -> bool:
+    """Any of them may answer /ready; one that starts late would die of a signal, not drain."""
+    status = Path(f"/proc/{process.pid}/status")
+    if process.poll() is not None or not status.exists():
+        return True  # its end shows elsewhere; other systems have no such file
+    caught = int(status.read_text().split("SigCgt:")[1].split()[0], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)

@@ -95,12 +95,11 @@ def test_sigterm_deadline_ends_streams_with_an_error_event() -> None:
 
 def test_sigterm_while_idle_is_quick_and_clean() -> None:
     with Server(workers=2, shutdown_timeout_s=600.0) as server:
-        idle = socket.create_connection(("127.0.0.1", server.port))
-        for api in server.apis:
-            api.send_signal(signal.SIGINT)  # Ctrl-C reaches the whole group; not for us to act on
-            api.send_signal(signal.SIGTERM)
-        assert [api.wait(PATIENCE_S) for api in server.apis] == [0, 0]
-        idle.close()
+        with socket.create_connection(("127.0.0.1", server.port)):
+            for api in server.apis:
+                api.send_signal(signal.SIGINT)  # Ctrl-C reaches the whole group; not for us
+                api.send_signal(signal.SIGTERM)
+            assert [api.wait(PATIENCE_S) for api in server.apis] == [0, 0]
         server.engine.send_signal(signal.SIGINT)
         server.engine.send_signal(signal.SIGTERM)
         assert server.engine.wait(PATIENCE_S) == 0
