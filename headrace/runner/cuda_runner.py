@@ -17,18 +17,16 @@ import numpy.typing as npt
 import torch
 
 from headrace.engine.protocol import Capacity, Masks
-from headrace.errors import EngineError
 from headrace.kernels.logprobs import ENTRY
-from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Output, StepPlan, StepResult
+from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, StepPlan, StepResult
 from headrace.runner.device_state import LIST_IDS
 from headrace.runner.draws import Queued
 from headrace.runner.entries import unpack
 from headrace.runner.forward import Forward
 from headrace.runner.graphs import Way
-from headrace.runner.plan_check import check, sources_of
+from headrace.runner.plan_check import check, refuse_unoffered, sources_of
 from headrace.runner.prompt_logprobs import PromptLogprobs
 
-_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 _NOTHING_LEFT = -2  # `kernels.draw`: no logit is finite
 _IN_FLIGHT = 4  # result slots: more than the tickets that may be open
 
@@ -121,9 +119,7 @@ class CudaRunner:
         assert self._latest is None or self._latest.finished, (
             f"step {plan.step} is launched before the one before it was finished"
         )
-        for kind in plan.outputs:
-            if kind not in _OFFERED:
-                raise EngineError(f"this runner does not offer output kind {kind}")
+        refuse_unoffered(plan)
         self._at = (self._at + 1) % _IN_FLIGHT
         with self._queueing():
             began = self._began[self._at]

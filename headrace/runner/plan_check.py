@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan
 
 _DRAWN = (Output.SAMPLE, Output.PROMPT_LOGPROBS)
+_OFFERED = (Output.NONE, *_DRAWN)
 
 
 def sources_of(plan: StepPlan) -> list[int]:
     """Forward rows that are drawn from, in the order of their first draw."""
     return list(dict.fromkeys(plan.draw_from))
+
+
+def refuse_unoffered(plan: StepPlan) -> None:
+    """Raises EngineError for a kind of output that no runner of a model offers."""
+    for kind in plan.outputs:
+        if kind not in _OFFERED:
+            raise EngineError(f"this runner does not offer output kind {kind}")
 
 
 def check(plan: StepPlan, taken: Callable[[int], bool]) -> None:

@@ -17,16 +17,14 @@ from torch import Tensor
 from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.engine.protocol import Capacity, Masks
-from headrace.errors import EngineError
-from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Output, StepPlan, StepResult
-from headrace.runner.plan_check import check, sources_of
+from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, StepPlan, StepResult
+from headrace.runner.plan_check import check, refuse_unoffered, sources_of
 from headrace.runner.rows import Rows
 from headrace.runner.worker import Pending, Worker
 from headrace.sampling.logprobs import report
 from headrace.sampling.pipeline import NO_TOKEN, sample
 from headrace.sampling.shaping import Bits
 
-_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
 _FAILED_TOKEN = -1
 
 
@@ -91,9 +89,7 @@ class TorchRunner:
         assert self._latest is None or self._latest.finished, (
             f"step {plan.step} is launched before the one before it was finished"
         )
-        for kind in plan.outputs:
-            if kind not in _OFFERED:
-                raise EngineError(f"this runner does not offer output kind {kind}")
+        refuse_unoffered(plan)
         self._latest = TorchTicket(self, plan)
         return self._latest
 
