@@ -5,6 +5,7 @@
     │   ├── InvalidRequest          400  invalid_request_error   (param names the field)
     │   │   └── ContextTooLong      400  context_length_exceeded
     │   ├── Unauthorized            401  invalid_api_key
+    │   ├── Forbidden               403  forbidden
     │   ├── NotFound                404  model_not_found, or the code given
     │   ├── WrongMethod             405  method_not_allowed
     │   ├── TooSlow                 408  request_timeout
@@ -68,6 +69,14 @@ class Unauthorized(ClientError):
     status = 401
     code = "invalid_api_key"
     kind = "authentication_error"
+
+
+class Forbidden(ClientError):
+    """Whoever asks may not do this."""
+
+    status = 403
+    code = "forbidden"
+    kind = "permission_error"
 
 
 class NotFound(ClientError):

@@ -13,7 +13,7 @@ import logging
 import socket
 import struct
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,16 +22,24 @@ from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from headrace.api.errors import encoded
 from headrace.errors import ClientError, InvalidRequest, TooSlow, WrongMethod
 
 log = logging.getLogger("headrace.api")
 
+SOCKET_PATH = "/v1/chat/ws"  # of the one WebSocket
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 MAX_PIPELINED = 64  # requests sent ahead of the answer to the first
 READ_BYTES = 256 * 1024  # most that one read gives
 SEND_BUFFER_BYTES = 256 * 1024  # the kernel would hold megabytes for each slow reader
+
+
+class Checked(Protocol):
+    """A connection of either kind. See `Connections.check`."""
+
+    def check(self, now_s: float) -> None: ...
 
 
 class Connections:
@@ -40,7 +48,7 @@ class Connections:
     def __init__(self, receive_timeout_s: float, stall_timeout_s: float) -> None:
         self.receive_timeout_s = receive_timeout_s
         self.stall_timeout_s = stall_timeout_s
-        self.open: set[Connection] = set()
+        self.open: set[Checked] = set()
 
     def check(self) -> None:
         """End those whose client sends no whole request, or does not take its last answer.
@@ -95,7 +103,11 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline(data[upgrade.args[0] :])
+            rest = data[upgrade.args[0] :]
+            if self._offers_socket():
+                self._hand_over(rest)
+            else:
+                self._decline(rest)
         except httptools.HttpParserError:
             self._refuse(InvalidRequest("this is not an HTTP request that this server reads"))
         else:
@@ -140,6 +152,27 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += part_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError("the headers are too large")  # the parser makes an error of it
+
+    def _offers_socket(self) -> bool:
+        """A WebSocket is wanted, where there is one. Nowhere else: that gets a plain answer."""
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        return path == SOCKET_PATH and self._get_upgrade() == b"websocket"
+
+    def _hand_over(self, rest: bytes) -> None:
+        """From here on this connection speaks WebSocket. `rest`: what came behind the head."""
+        running = self._running
+        if running is not None and not running.response_complete:
+            self._refuse(InvalidRequest("a WebSocket cannot begin behind a pipelined request"))
+            return
+        self.scope["method"] = self.parser.get_method().decode()
+        self.flow.resume_reading()
+        self._connections.open.discard(self)
+        self.handle_websocket_upgrade()
+        protocol = self.transport.get_protocol()
+        assert isinstance(protocol, SocketConnection), "uvicorn's ws class is ours"
+        protocol.watched_by(self._connections)
+        if rest:
+            protocol.data_received(rest)
 
     def _decline(self, rest: bytes) -> None:
         """The client would also speak another protocol: go on in this one (RFC 9110, 7.8).
@@ -213,6 +246,37 @@ class Connection(HttpToolsProtocol):
         else:
             log.warning("a client sent no whole request in %.1f s", now_s - since_s)
             self._refuse(TooSlow(f"no whole request in {limits.receive_timeout_s:g} s"))
+
+
+class SocketConnection(WebSocketsSansIOProtocol):
+    """A connection that speaks WebSocket now: uvicorn's, and dropped when its client stalls."""
+
+    _watcher: Connections | None = None
+    _unsent_bytes = 0
+    _taken_s = 0.0
+
+    def watched_by(self, connections: Connections) -> None:
+        """`connections` checks it until it is lost."""
+        if self.transport.is_closing():
+            return  # the handshake was refused
+        self._watcher, self._taken_s = connections, time.monotonic()
+        connections.open.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._watcher is not None:
+            self._watcher.open.discard(self)
+        super().connection_lost(exc)
+
+    def check(self, now_s: float) -> None:
+        """See `Connections.check`. What a client does not take here waits in the transport."""
+        assert self._watcher is not None, "checked by whoever watches"
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent or unsent < self._unsent_bytes:
+            self._taken_s = now_s
+        self._unsent_bytes = unsent
+        if now_s - self._taken_s > self._watcher.stall_timeout_s:
+            log.warning("a WebSocket's client took none of its last %d bytes", unsent)
+            reset(self.transport)
 
 
 def reset(transport: asyncio.Transport) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.api import chat_socket
 from headrace.api.errors import response_of
 from headrace.api.exchange import Exchange, Exchanges
-from headrace.errors import Unauthorized
+from headrace.errors import ClientError, Forbidden, Unauthorized
 from headrace.observe.metrics import ApiMetrics
 
 access = logging.getLogger("headrace.access")
@@ -45,6 +46,9 @@ class Edge:
         self._key = hashlib.sha256(api_key.encode()).digest() if api_key else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._open_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -74,6 +78,20 @@ class Edge:
         finally:
             self._exchanges.remove(exchange)
             self._record(scope, exchange)
+
+    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket: its requests come back here as HTTP. Without a key it is never opened."""
+        headers = dict(scope["headers"])
+        if self._key and not self._knows(headers):
+            error: ClientError | None = Unauthorized("send `Authorization: Bearer KEY`")
+        elif not chat_socket.same_origin(headers):
+            error = Forbidden("a page of another origin may not open a WebSocket here")
+        else:
+            error = None
+        if error is None:
+            await chat_socket.ChatSocket(self, scope, receive, send).run()
+            return
+        await response_of(error)(scope, receive, send)
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

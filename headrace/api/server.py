@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from headrace.api.app import create_app
-from headrace.api.connection import Connection, Connections
+from headrace.api.connection import Connection, Connections, SocketConnection
 from headrace.api.exchange import Exchanges
 from headrace.api.service import Service
 from headrace.config import Settings
@@ -65,7 +65,9 @@ def serve(
     config = uvicorn.Config(
         create_app(service, exchanges),
         http=partial(Connection, connections),  # type: ignore[arg-type]  # called, never asked
-        ws="none",
+        ws=SocketConnection,
+        ws_max_size=settings.max_body_bytes,
+        ws_per_message_deflate=False,  # small frames: it would cost more than it saves
         lifespan="on",
         log_config=None,
         log_level="warning",
