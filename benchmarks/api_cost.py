@@ -75,9 +75,7 @@ async def loop_cost(streams: int, tokens: int) -> float:
     tasks = []
     for handle in range(streams):
         answer = Answer(service, prepared, client.open(handle))
-        response = EventStream(
-            answer, ChatChunks(reply, 1), reply, Exchange("x", _send), metrics, {}
-        )
+        response = EventStream(answer, ChatChunks(reply, 1), Exchange("x", _send), metrics, {})
         tasks.append(asyncio.create_task(response({}, _receive, _send)))
     await asyncio.sleep(0)
     handles, zeros = list(range(streams)), [0] * streams

@@ -15,22 +15,36 @@ from headrace.engine.client import Delta, TokenStream
 from headrace.errors import RequestFailed
 from headrace.messages import Logprobs
 from headrace.text.choice import ChoiceText
+from headrace.text.parts import Parser, Part, Text, joined
 from headrace.text.trace import Span
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Choice:
     """One choice: its text machine (which counts its tokens), and how it ended.
 
     entries: what is said of its tokens, since they were last taken; where that is asked for.
+    parser: tells its text apart; None: all of it is `Text`.
     """
 
-    __slots__ = ("_said", "entries", "finish", "index", "score", "stop_reason", "text")
+    __slots__ = (
+        "_said",
+        "entries",
+        "finish",
+        "index",
+        "parser",
+        "reasoning_tokens",
+        "score",
+        "stop_reason",
+        "text",
+    )
 
-    def __init__(self, index: int, text: ChoiceText) -> None:
+    def __init__(self, index: int, text: ChoiceText, parser: Parser | None = None) -> None:
         self.index = index
         self.text = text
+        self.parser = parser
+        self.reasoning_tokens = 0
         self.entries: list[Entry] = []
         self.score = 0.0  # sum of the log-probabilities of all tokens so far
         self._said: deque[Logprobs] = deque()  # of tokens whose text is held back
@@ -57,7 +71,8 @@ class Choice:
 
 
 class Answer:
-    """All choices of one request. `feed` deltas; text that comes back can no longer change."""
+    """All choices of one request. Give every delta to `parts`, or to `feed` where no choice has a
+    parser; what comes back can no longer change."""
 
     def __init__(self, service: Service, prepared: Prepared, stream: TokenStream) -> None:
         self.stream = stream
@@ -76,6 +91,7 @@ class Answer:
                     traced=self.traced,
                     min_tokens=prepared.min_tokens,
                 ),
+                prepared.parser() if prepared.parser is not None else None,
             )
             for position, job in enumerate(prepared.jobs)
             for sample in range(prepared.drawn)
@@ -102,25 +118,51 @@ class Answer:
                 choice.stop_reason = stop_id
         return heard.text
 
-    async def collect(self) -> list[str]:
-        """Wait for everything: the whole text of each choice. Raises what ended it early."""
-        texts: list[list[str]] = [[] for _ in self.choices]
+    def parts(self, delta: Delta) -> list[Part]:
+        """As `feed`, told apart; [] where text is held back."""
+        choice = self.choices[delta.index]
+        parser = choice.parser
+        if parser is None:
+            text = self.feed(delta)
+            return [Text(text)] if text else []
+        out: list[Part] = []
+        # Where reasoning ends, tokens go one by one: their count must not depend on merging.
+        for piece in _singly(delta) if parser.may_think else [delta]:
+            out += self._told_apart(choice, parser, piece)
+        return out
+
+    def _told_apart(self, choice: Choice, parser: Parser, delta: Delta) -> list[Part]:
+        if choice.ended:  # the overrun of a stop string
+            return []
+        before, thought = choice.text.n_tokens, parser.thinking
+        out = parser.feed(self.feed(delta))
+        if thought or parser.thinking:
+            choice.reasoning_tokens += choice.text.n_tokens - before
+        if choice.finish is not None:
+            out += parser.flush()
+            if choice.finish == "stop" and parser.called:
+                choice.finish = "tool_calls"
+        return out
+
+    async def collect(self) -> list[list[Part]]:
+        """Wait for everything: the parts of each choice. Raises what ended it early."""
+        all_parts: list[list[Part]] = [[] for _ in self.choices]
         while not self.stream.done:
             for delta in await self.stream.take():
-                texts[delta.index].append(self.feed(delta))
+                all_parts[delta.index] += self.parts(delta)
         self.check()
-        return ["".join(text) for text in texts]
+        return [joined(parts) for parts in all_parts]
 
-    def best(self, texts: list[str]) -> list[tuple[Choice, str]]:
-        """The choices that are shown, with their texts, numbered anew.
+    def best(self, parts: list[list[Part]]) -> list[tuple[Choice, list[Part]]]:
+        """The choices that are shown, with their parts, numbered anew.
 
         Of more than n drawn ones, those with the highest log-probability a token, best first.
         """
         n, drawn = self.prepared.n, self.prepared.drawn
-        pairs = list(zip(self.choices, texts, strict=True))
+        pairs = list(zip(self.choices, parts, strict=True))
         if drawn == n:
             return pairs
-        out: list[tuple[Choice, str]] = []
+        out: list[tuple[Choice, list[Part]]] = []
         for at in range(0, len(pairs), drawn):
             ranked = sorted(pairs[at : at + drawn], key=lambda pair: -_mean(pair[0]))
             out += ranked[:n]
@@ -164,12 +206,29 @@ class Answer:
         output_tokens = sum(choice.text.n_tokens for choice in self.choices)
         if self.prepared.echo_only:
             output_tokens = 0
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.stream.cached_tokens},
         }
+        if self.prepared.parser is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of all choices; their markers count, as OpenAI's do."""
+        return sum(choice.reasoning_tokens for choice in self.choices)
+
+
+def _singly(delta: Delta) -> list[Delta]:
+    """The same news, a token at a time; its reports and its end stay whole."""
+    if len(delta.tokens) < 2:
+        return [delta]
+    pieces = [Delta(delta.index, [token]) for token in delta.tokens]
+    pieces[0].logprobs, pieces[-1].end = delta.logprobs, delta.end
+    return pieces
 
 
 def _mean(choice: Choice) -> float:

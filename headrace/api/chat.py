@@ -10,12 +10,13 @@ from starlette.types import ASGIApp
 from headrace.api.admission import admit
 from headrace.api.answer import Choice
 from headrace.api.body import read_body
+from headrace.api.chunks import Chunks
 from headrace.api.generate import respond
 from headrace.api.logprobs import Entry, Reporter
 from headrace.api.prepare import prepare_chat
 from headrace.api.schemas import Chat, parse
 from headrace.api.service import service_of
-from headrace.api.stream import Chunks
+from headrace.text.parts import Call, Part, Reasoning, Said, Text
 
 
 class ChatChunks(Chunks):
@@ -27,9 +28,21 @@ class ChatChunks(Chunks):
     roles = True
 
     @staticmethod
-    def delta(text: str) -> dict[str, Any]:
-        """New text."""
-        return {"delta": {"content": text}}
+    def delta(part: Part | None) -> dict[str, Any]:
+        """OpenAI's delta; reasoning goes by both of the names that clients look for."""
+        if part is None:
+            return {"delta": {"content": ""}}
+        if isinstance(part, Text):
+            return {"delta": {"content": part.text}}
+        if isinstance(part, Reasoning):
+            return {"delta": {"reasoning": part.text, "reasoning_content": part.text}}
+        call: dict[str, Any] = {"index": part.index}
+        if isinstance(part, Call):
+            function = {"name": part.name, "arguments": ""}
+            call |= {"id": part.id, "type": "function", "function": function}
+        else:
+            call["function"] = {"arguments": part.text}
+        return {"delta": {"tool_calls": [call]}}
 
     @staticmethod
     def logprobs(
@@ -44,7 +57,7 @@ class ChatChunks(Chunks):
         """The prompt's ids, in the first choice's chunk and beside it, as vLLM has them."""
         if index:
             return b""
-        rest = {**self.delta(""), "logprobs": None, "finish_reason": None, "token_ids": []}
+        rest = {**self.delta(None), "logprobs": None, "finish_reason": None, "token_ids": []}
         return self.beside(self._open(index) + self._close(rest), "prompt_token_ids", prompt)
 
     def role(self, index: int) -> bytes:
@@ -64,11 +77,29 @@ class ChatChunks(Chunks):
         return self._open(index) + self._close(rest)
 
 
-def whole_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """One choice of a response that is not streamed."""
+def whole_choice(choice: Choice, all_said: Said, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """One choice of a response that is not streamed. `content` is null where the model only
+    thought or called."""
+    other = all_said.reasoning or all_said.calls
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": all_said.text or (None if other else ""),
+        "refusal": None,
+    }
+    if all_said.reasoning:
+        message |= {"reasoning": all_said.reasoning, "reasoning_content": all_said.reasoning}
+    if all_said.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in all_said.calls
+        ]
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,

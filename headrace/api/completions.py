@@ -10,12 +10,13 @@ from starlette.types import ASGIApp
 from headrace.api.admission import admit
 from headrace.api.answer import Choice
 from headrace.api.body import read_body
+from headrace.api.chunks import Chunks
 from headrace.api.generate import respond
 from headrace.api.logprobs import Entry, Reporter
 from headrace.api.prepare import prepare_completion
 from headrace.api.schemas import Completion, parse
 from headrace.api.service import service_of
-from headrace.api.stream import Chunks
+from headrace.text.parts import Part, Said, Text
 
 
 class CompletionChunks(Chunks):
@@ -26,9 +27,10 @@ class CompletionChunks(Chunks):
     after = b',"logprobs":null,"finish_reason":null}'
 
     @staticmethod
-    def delta(text: str) -> dict[str, Any]:
+    def delta(part: Part | None) -> dict[str, Any]:
         """New text."""
-        return {"text": text}
+        assert part is None or isinstance(part, Text), "completions have no parser"
+        return {"text": part.text if part else ""}
 
     @staticmethod
     def logprobs(
@@ -43,11 +45,11 @@ class CompletionChunks(Chunks):
         return self._open(index) + self._close(rest)
 
 
-def whole_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+def whole_choice(choice: Choice, all_said: Said, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     """One choice of a response that is not streamed."""
     return {
         "index": choice.index,
-        "text": text,
+        "text": all_said.text,
         "logprobs": logprobs,
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,

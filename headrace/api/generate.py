@@ -1,4 +1,4 @@
-"""What chat and completions do alike once a request is prepared: submit, then stream or collect."""
+"""What protocols do alike once a request is prepared: submit, then stream or collect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -15,21 +15,24 @@ from starlette.types import ASGIApp
 
 from headrace.api.answer import Answer, Choice, Reply
 from headrace.api.beams import BeamStream
+from headrace.api.chunks import Chunks
+from headrace.api.events import Events
 from headrace.api.exchange import exchange_of
 from headrace.api.logprobs import Reporter
 from headrace.api.prepare import Prepared
 from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
-from headrace.api.stream import Chunks, EventStream, watch_client
+from headrace.api.stream import EventStream, watch_client
 from headrace.engine.client import TokenStream
 from headrace.errors import ShuttingDown
+from headrace.text.parts import Part, Said, Text, said
 
 log = logging.getLogger("headrace.api")
 
 IGNORED = "x-headrace-ignored-fields"
 
-# A choice of a response that is not streamed: itself, its text, its logprobs.
-Whole = Callable[[Choice, str, dict[str, Any] | None], dict[str, Any]]
+# A choice of a response that is not streamed: itself, what it says, its logprobs.
+Whole = Callable[[Choice, Said, dict[str, Any] | None], dict[str, Any]]
 
 
 async def respond(
@@ -44,10 +47,7 @@ async def respond(
     chunks: type[Chunks],
     whole: Whole,
 ) -> ASGIApp:
-    """Submit and answer. Raises what the engine refuses before anything was sent."""
-    exchange = exchange_of(request)
-    if service.draining:  # it may have begun while we tokenised
-        raise ShuttingDown("the server is shutting down")
+    """Answer a body of chat or completions. Raises as `answered`."""
     options = body.stream_options or StreamOptions()
     reply = Reply(
         id=f"{prefix}-{secrets.token_hex(12)}",
@@ -57,29 +57,58 @@ async def respond(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
     )
+    reporter = Reporter(service.tokenizer, skip_special=prepared.skip_special)
+
+    def events(answer: Answer) -> Events:
+        return chunks(reply, len(answer.choices), reporter, prepared.shown)
+
+    async def content(answer: Answer, parts: list[list[Part]]) -> dict[str, Any]:
+        return {
+            "id": reply.id,
+            "object": kind,
+            "created": reply.created,
+            "model": reply.model,
+            "system_fingerprint": reply.system_fingerprint,
+            **await whole_answer(answer, parts, reporter, chunks, whole),
+            "usage": answer.usage(),
+        }
+
+    streamed = events if body.stream else None
+    return await answered(request, service, prepared, unknown, events=streamed, content=content)
+
+
+async def answered(
+    request: Request,
+    service: Service,
+    prepared: Prepared,
+    unknown: Sequence[str],
+    *,
+    events: Callable[[Answer], Events] | None,
+    content: Callable[[Answer, list[list[Part]]], Awaitable[dict[str, Any]]],
+) -> ASGIApp:
+    """Submit and answer: the one engine call of every protocol.
+
+    events: what writes a stream; None: the answer is not streamed. content: the body of an answer
+    that is not, from the `joined` parts of each choice. unknown: fields that nobody knows.
+
+    Raises what the engine refuses before anything was sent.
+    """
+    exchange = exchange_of(request)
+    if service.draining:  # it may have begun while we tokenised
+        raise ShuttingDown("the server is shutting down")
     headers = ignored(unknown)
     tokens = start(service, prepared, exchange.arrived_s)
     answer = Answer(service, prepared, tokens)
-    reporter = Reporter(service.tokenizer, skip_special=prepared.skip_special)
-    if body.stream:
-        events = chunks(reply, len(answer.choices), reporter, prepared.shown)
-        return EventStream(answer, events, reply, exchange, service.metrics, headers)
+    if events is not None:
+        return EventStream(answer, events(answer), exchange, service.metrics, headers)
     async with tokens, watch_client(request.receive, tokens):
         exchange.tokens = tokens
         try:
-            texts = await answer.collect()
+            parts = await answer.collect()
         finally:
             exchange.detail = answer.summary()
-    content = {
-        "id": reply.id,
-        "object": kind,
-        "created": reply.created,
-        "model": reply.model,
-        "system_fingerprint": reply.system_fingerprint,
-        **await whole_answer(answer, texts, reporter, chunks, whole),
-        "usage": answer.usage(),
-    }
-    return Response(encode_json(content), headers=headers, media_type="application/json")
+    body = encode_json(await content(answer, parts))
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def start(service: Service, prepared: Prepared, arrived_s: float) -> TokenStream:
@@ -90,7 +119,11 @@ def start(service: Service, prepared: Prepared, arrived_s: float) -> TokenStream
 
 
 async def whole_answer(
-    answer: Answer, texts: list[str], reporter: Reporter, chunks: type[Chunks], whole: Whole
+    answer: Answer,
+    parts: list[list[Part]],
+    reporter: Reporter,
+    chunks: type[Chunks],
+    whole: Whole,
 ) -> dict[str, Any]:
     """The choices of a response that is not streamed, and what is said of its prompts.
 
@@ -100,9 +133,9 @@ async def whole_answer(
     ids = [job.prompt for job in prepared.jobs]
     beside: list[dict[str, Any]] = [{} for _ in ids]
     if shown.prompt_top >= 0:
-        said = [answer.said_of_prompt(position) for position in range(len(ids))]
+        reports = [answer.said_of_prompt(position) for position in range(len(ids))]
         for prompt, table in zip(
-            beside, await reporter.prompts(ids, said, shown.prompt_top), strict=True
+            beside, await reporter.prompts(ids, reports, shown.prompt_top), strict=True
         ):
             prompt["prompt_logprobs"] = table
     if shown.token_ids:
@@ -116,7 +149,7 @@ async def whole_answer(
 
     echoed = await asyncio.to_thread(echoes) if shown.echo else []
     choices = []
-    for choice, text in answer.best(texts):
+    for choice, own in answer.best(parts):
         position = choice.index // prepared.n
         echo, logprobs = answer.echo(position), None
         if shown.top >= 0:
@@ -124,7 +157,7 @@ async def whole_answer(
             if echoed:
                 before = echoed[position]
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
-        made = whole(choice, echo + text, logprobs)
+        made = whole(choice, said([Text(echo), *own]), logprobs)
         if shown.token_ids:
             made["token_ids"] = [span.token for span, _ in choice.entries]
         choices.append(made if chunks.roles else made | beside[position])

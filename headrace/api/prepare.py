@@ -26,6 +26,7 @@ from headrace.beams import BeamRules
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
 from headrace.messages import EngineInfo, Grammar, Sampling
+from headrace.text.parts import Parser
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.trace import Span, prompt_spans
 
@@ -63,6 +64,7 @@ class Prepared(msgspec.Struct, frozen=True):
     echo_only: bool = False  # max_tokens = 0: the one token that an engine draws is not shown
     beams: BeamRules | None = None  # how to search, instead of drawing
     min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
+    parser: Callable[[], Parser] | None = None  # one for each choice; None: its text is all text
 
     @property
     def drawn(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,14 +12,15 @@ import pytest
 
 from headrace.api.answer import Answer, Reply
 from headrace.api.chat import ChatChunks
+from headrace.api.chunks import Chunks
 from headrace.api.completions import CompletionChunks
 from headrace.api.prepare import Prepared
 from headrace.api.service import Service
-from headrace.api.stream import Chunks
 from headrace.engine.client import Delta, EngineClient, Job, TokenStream
 from headrace.errors import RequestFailed
 from headrace.messages import Done, End, Reason
 from headrace.sources.files import ModelFiles
+from headrace.text.parts import Arguments, Call, Parser, Part, Reasoning, Text, ToolCall, said
 from headrace.text.tokenizer import load_tokenizer
 
 FAKE = load_tokenizer(ModelFiles("fake", "fake", Path()))
@@ -38,15 +40,44 @@ class Wire:
         self.sent.append(("finish", handle, choice, n_tokens))
 
 
+class Thinker:
+    """A parser: all up to a full stop is reasoning; what is in brackets is a call."""
+
+    def __init__(self) -> None:
+        self.thinking = self.may_think = True
+        self.called = False
+
+    def feed(self, text: str) -> list[Part]:
+        out: list[Part] = []
+        for char in text:
+            if self.thinking:
+                out.append(Reasoning(char))
+                self.thinking = self.may_think = char != "."
+            elif char == "(":
+                out.append(Call(0, "id", "f"))
+            elif char == ")":
+                self.called = True
+            else:
+                out.append(Arguments(0, char))
+        return out
+
+    def flush(self) -> list[Part]:
+        return [Text("!")]
+
+
 def make(
-    stops: list[str] | None = None, n: int = 1, prompts: int = 1, include_stop: bool = False
+    stops: list[str] | None = None,
+    n: int = 1,
+    prompts: int = 1,
+    include_stop: bool = False,
+    parser: Callable[[], Parser] | None = None,
 ) -> tuple[Answer, TokenStream, Wire]:
     wire = Wire()
     stream = TokenStream(cast(EngineClient, wire), n, 0.0)
     for handle in range(prompts):
         stream.opened(handle)
     jobs = [Job([1, 2, 3], 100, n=n) for _ in range(prompts)]
-    prepared = Prepared(jobs, n, stops or [], True, include_stop, [])
+    prepared = Prepared(jobs, n, stops or [], True, include_stop, [], parser=parser)
     return Answer(SERVICE, prepared, stream), stream, wire
 
 
@@ -100,13 +131,56 @@ async def test_collect_keeps_prompts_and_samples_apart() -> None:
         stream.push_end(index, End(index // 2, index % 2, "length"))
     stream.push_done(Done(0, cached_tokens=2))
     stream.push_done(Done(1, cached_tokens=1))
-    assert await answer.collect() == ["ab", "cd", "ef", "gh"]
+    assert await answer.collect() == [[Text(word)] for word in ("ab", "cd", "ef", "gh")]
     assert answer.usage() == {
         "prompt_tokens": 6,
         "completion_tokens": 8,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 11])
+def test_parts_and_reasoning_tokens_do_not_depend_on_how_deltas_are_merged(cut: int) -> None:
+    answer, _, wire = make(parser=Thinker)
+    tokens = list(b"ab.(xyz)")
+    parts: list[Part] = []
+    for at in range(0, len(tokens), cut):
+        parts += answer.parts(Delta(0, tokens[at : at + cut]))
+    parts += answer.parts(Delta(0, [258], end("stop", 258)))
+    assert said(parts) == said(
+        [Reasoning("ab."), Call(0, "id", "f"), Arguments(0, "xyz"), Text("!")]
+    )
+    assert said(parts).calls == (ToolCall("id", "f", "xyz"),)
+    assert answer.choices[0].finish == "tool_calls"
+    assert answer.usage()["completion_tokens_details"] == {"reasoning_tokens": 3}
+    assert answer.parts(Delta(0, [97])) == []
+    assert wire.sent == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "finish"),
+    [(b"a.(x)", "length", "length"), (b"a.(x", "stop", "stop"), (b"a.(x)", "stop", "tool_calls")],
+)
+def test_a_call_that_is_not_whole_is_no_reason_to_end(
+    text: bytes, reason: Reason, finish: str
+) -> None:
+    answer, _, _ = make(parser=Thinker)
+    answer.parts(Delta(0, list(text), end(reason)))
+    assert answer.choices[0].finish == finish
+
+
+def test_chunks_of_parts_are_openais_deltas() -> None:
+    chunks = ChatChunks(Reply("i", 1, "m", "fp", False, False), 1)
+    parts: list[Part] = [Reasoning("r"), Text("t"), Call(0, "id", "f"), Arguments(0, "{}")]
+    deltas = [decoded(chunk)["choices"][0]["delta"] for chunk in chunks.parts(0, parts)]
+    assert deltas == [
+        {"reasoning": "r", "reasoning_content": "r"},
+        {"content": "t"},
+        {"tool_calls": [{"index": 0, "id": "id", "type": "function",
+                         "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]},
+    ]  # fmt: skip
 
 
 async def test_an_error_comes_after_the_tokens_before_it() -> None:
