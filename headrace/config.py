@@ -64,14 +64,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_queue: Natural = 1024
     overlap: Literal["auto", "on", "off"] = "auto"
     api_workers: str = "auto"
-    api_key: str = ""
+    api_key: tuple[str, ...] = ()
     api_timeout_s: Annotated[float, Meta(ge=3)] = 10.0  # several beats: one comes each second
     engine_timeout_s: SomeSeconds = 10.0
     shutdown_timeout_s: Seconds = 30.0
     stall_timeout_s: Seconds = 60.0
     receive_timeout_s: SomeSeconds = 60.0
     keepalive_s: SomeSeconds = 15.0
+    request_timeout_s: Seconds = 0.0
+    first_token_timeout_s: Seconds = 0.0
     max_body_bytes: Positive = 8 * 2**20
+    max_streams: Natural = 0
+    max_n: Annotated[int, Meta(ge=1, le=128)] = 128
+    max_schema_bytes: Annotated[int, Meta(ge=1, le=256 * 1024)] = 256 * 1024
+    strict: bool = False
+    cors_origin: tuple[str, ...] = ()
     restart: bool = False
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -118,14 +125,23 @@ HELP: Mapping[str, str] = {
     "max_queue": "requests that may wait; one more gets 503 with Retry-After; 0 = no waiting",
     "overlap": "plan step N+1 while step N runs",
     "api_workers": "HTTP processes: a number, or auto",
-    "api_key": "when set, requests need `Authorization: Bearer KEY`; /health and /ready do not",
+    "api_key": "when set, requests need `Authorization: Bearer KEY` or `x-api-key: KEY`; /health "
+    "and /ready do not; sha256:HEX stands for the key with that digest",
     "api_timeout_s": "an HTTP process silent for this long loses its requests",
     "engine_timeout_s": "an engine process silent for this long fails open streams",
     "shutdown_timeout_s": "after SIGTERM, running streams have this long to end",
     "stall_timeout_s": "a client that takes no bytes for this long is dropped",
     "receive_timeout_s": "a client that sends no whole request in this time is dropped",
     "keepalive_s": "seconds of silence after which a stream gets a comment",
+    "request_timeout_s": "longest time from a request to the end of its answer; 0 = no limit",
+    "first_token_timeout_s": "longest time from a request to its first token; 0 = no limit",
     "max_body_bytes": "largest request body",
+    "max_streams": "requests that are answered or wait at once, in all HTTP processes; one more "
+    "gets 503 with Retry-After; 0 = no limit but that of the queue",
+    "max_n": "most choices of one prompt (n, best_of)",
+    "max_schema_bytes": "largest schema, grammar or other description of an answer's form",
+    "strict": "refuse unknown fields of a request instead of naming them in a header",
+    "cors_origin": "origin whose web pages may call this server (* = all); default: none may",
     "restart": "start the engine again when it dies, instead of ending the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",
@@ -151,6 +167,11 @@ class Source(msgspec.Struct, frozen=True):
     name: str  # --port, HEADRACE_PORT, headrace.toml, or ""
 
 
+def is_list(key: str) -> bool:
+    """The setting holds several texts: a flag that may be repeated, a TOML list (or one text)."""
+    return type(getattr(_DEFAULTS, key)) is tuple
+
+
 def flag_of(key: str) -> str:
     """`max_num_seqs` -> `--max-num-seqs`."""
     return "--" + key.replace("_", "-")
@@ -172,6 +193,8 @@ def load(
             raise ConfigError(f"unknown setting {key!r} ({kind} {name})", param=key)
         if key in NUMBER_OR_AUTO and type(value) in (int, float):
             value = str(value)
+        if is_list(key) and isinstance(value, str):
+            value = (value,)
         values[key], sources[key] = value, Source(kind, name)
 
     file = file or (Path(environ[ENV_FILE]) if environ.get(ENV_FILE) else None)
@@ -219,9 +242,24 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
             f"{settings.max_num_seqs}: a step must hold one token of every running sequence",
             param="max_num_batched_tokens",
         )
+    _check_keys(settings.api_key)
     if settings.fake_step_ms and settings.backend != "fake":
         raise ConfigError("fake_step_ms needs backend = fake", param="fake_step_ms")
     return settings
+
+
+def _check_keys(keys: Collection[str]) -> None:
+    """What cannot be a key of HTTP is found at the start; the message does not quote it."""
+    for key in keys:
+        if key.startswith("sha256:"):
+            fits = re.fullmatch(r"[0-9a-fA-F]{64}", key.removeprefix("sha256:")) is not None
+        else:
+            fits = re.fullmatch(r"[\x21-\x7e]+", key) is not None
+        if not fits:
+            raise ConfigError(
+                "api_key: printable ASCII characters without blanks, or sha256: and 64 hex digits",
+                param="api_key",
+            )
 
 
 def refuse(settings: Settings, who: str, keys: Collection[str]) -> None:
@@ -235,7 +273,9 @@ def refuse(settings: Settings, who: str, keys: Collection[str]) -> None:
 def _from_text(name: str, text: str) -> Any:
     """The value of an environment variable, by the type of the setting's default."""
     default = getattr(_DEFAULTS, name.removeprefix(ENV_PREFIX).lower(), "")
-    readers: dict[type, Callable[[str], Any]] = {int: int, float: float, bool: _bool, str: str}
+    readers: dict[type, Callable[[str], Any]] = {
+        int: int, float: float, bool: _bool, str: str, tuple: _several,
+    }  # fmt: skip
     try:
         return readers[type(default)](text)
     except ValueError:
@@ -247,6 +287,10 @@ def _bool(text: str) -> bool:
     if text.lower() not in words:
         raise ValueError(text)
     return words[text.lower()]
+
+
+def _several(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

@@ -13,7 +13,9 @@
     │   └── WrongMediaType          415  unsupported_media_type
     ├── Busy                        nobody's fault; retry after `retry_after_s`
     │   ├── QueueFull               503  queue_full
+    │   ├── TooManyStreams          503  too_many_streams
     │   └── ShuttingDown            503  shutting_down
+    ├── TimedOut                    504  timed_out   (the server's own limits of time)
     ├── EngineError                 our fault; the request failed, the server may go on
     │   ├── RequestFailed           500  request_failed    (this request alone: NaN logits, ...)
     │   ├── EngineDead              503  engine_dead
@@ -129,10 +131,24 @@ class QueueFull(Busy):
     code = "queue_full"
 
 
+class TooManyStreams(Busy):
+    """As many requests are being answered as this server answers at once."""
+
+    code = "too_many_streams"
+
+
 class ShuttingDown(Busy):
     """The server is draining and admits nothing new."""
 
     code = "shutting_down"
+
+
+class TimedOut(HeadraceError):
+    """The answer took longer than the server lets one take."""
+
+    status = 504
+    code = "timed_out"
+    kind = "timeout_error"
 
 
 class EngineError(HeadraceError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.api.schemas import MAX_N, Generation
+from headrace.api.schemas import Generation
 from headrace.api.service import Service
 from headrace.errors import InvalidRequest, ShuttingDown
 from headrace.messages import EngineInfo
@@ -17,7 +17,7 @@ def admit(service: Service, request: Generation) -> EngineInfo:
         raise ShuttingDown("the server is shutting down")
     service.check_model(request.model)
     info = service.client.require()
-    most = min(MAX_N, info.max_num_seqs)
+    most = min(service.settings.max_n, info.max_num_seqs)
     if (request.n or 1) > most:
         raise InvalidRequest(f"n = {request.n} is over {most}", param="n")
     if request.width > most:

@@ -8,12 +8,17 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from headrace.api import chat, completions, health, models, tokenize
 from headrace.api.edge import Edge
 from headrace.api.errors import handle
 from headrace.api.exchange import Exchanges
+from headrace.api.generate import IGNORED
+from headrace.api.keys import Keys
+from headrace.api.seats import Seats
 from headrace.api.service import Service
 from headrace.errors import HeadraceError
 
@@ -31,8 +36,11 @@ ROUTES = (
 )
 
 
-def create_app(service: Service, exchanges: Exchanges) -> Edge:
-    """The ASGI app. Its lifespan starts and closes the engine's client and the sweep."""
+def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = None) -> ASGIApp:
+    """The ASGI app. Its lifespan starts and closes the engine's client and the sweep.
+
+    seats: shared with the server's other HTTP processes; None: there are no others.
+    """
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -54,4 +62,17 @@ def create_app(service: Service, exchanges: Exchanges) -> Edge:
     app.router.redirect_slashes = False
     app.state.service = service
     paths = [route.path for route in ROUTES]
-    return Edge(app, paths, service.metrics, exchanges, service.settings.api_key)
+    settings = service.settings
+    seats = seats or Seats(settings.max_streams)
+    edge = Edge(
+        app, paths, service.metrics, exchanges, Keys(settings.api_key), seats, settings.cors_origin
+    )
+    if not settings.cors_origin:
+        return edge
+    return CORSMiddleware(  # outside: a preflight has no key, and a refusal must be readable
+        edge,
+        allow_origins=settings.cors_origin,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after", IGNORED],
+    )

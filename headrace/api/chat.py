@@ -110,7 +110,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     """Render, run, answer. Raises the errors of body, schemas, admission and prepare."""
     service = service_of(request)
     raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
-    body, unknown = parse(Chat, raw)
+    body, unknown = parse(Chat, raw, strict=service.settings.strict)
     info = admit(service, body)
     prepared = await prepare_chat(service, body, info, size_bytes)
     return await respond(

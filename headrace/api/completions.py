@@ -60,7 +60,7 @@ async def completions(request: Request) -> ASGIApp:
     """Tokenise, run, answer. Raises the errors of body, schemas, admission and prepare."""
     service = service_of(request)
     raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
-    body, unknown = parse(Completion, raw)
+    body, unknown = parse(Completion, raw, strict=service.settings.strict)
     info = admit(service, body)
     prepared = await prepare_completion(service, body, info, size_bytes)
     return await respond(

@@ -5,25 +5,26 @@ Pure ASGI: a task and a queue a request, as BaseHTTPMiddleware needs, would cost
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api import chat_socket
 from headrace.api.errors import response_of
 from headrace.api.exchange import Exchange, Exchanges
-from headrace.errors import ClientError, Forbidden, Unauthorized
+from headrace.api.keys import Keys
+from headrace.api.seats import Seats
+from headrace.errors import Forbidden, HeadraceError, Unauthorized
 from headrace.observe.metrics import ApiMetrics
 
 access = logging.getLogger("headrace.access")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes carry no key
+SEATLESS_PATHS = frozenset({"/tokenize", "/detokenize"})  # other POSTs are answered by the engine
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds: logged at debug level
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -37,13 +38,18 @@ class Edge:
         paths: Iterable[str],
         metrics: ApiMetrics,
         exchanges: Exchanges,
-        api_key: str,
+        keys: Keys,
+        seats: Seats,
+        origins: Collection[str] = (),
     ) -> None:
+        """origins: of pages that may open a WebSocket, beside the server's own."""
         self._app = app
         self._paths = frozenset(paths)  # known routes: other paths share one label
         self._metrics = metrics
         self._exchanges = exchanges
-        self._key = hashlib.sha256(api_key.encode()).digest() if api_key else b""
+        self._keys = keys
+        self._seats = seats
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -68,35 +74,44 @@ class Edge:
             exchange.sent_s = time.monotonic()
 
         self._exchanges.add(exchange)
+        answer, seated = self._app, False
         try:
-            if self._key and scope["path"] not in OPEN_PATHS and not self._knows(headers):
-                await response_of(Unauthorized("send `Authorization: Bearer KEY`"))(
-                    scope, receive, timed_send
-                )
-            else:
-                await self._app(scope, receive, timed_send)
+            seated = self._let_in(scope, headers)
+        except HeadraceError as error:
+            answer = response_of(error)
+        try:
+            await answer(scope, receive, timed_send)
         finally:
+            if seated:
+                self._seats.leave()
             self._exchanges.remove(exchange)
             self._record(scope, exchange)
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket: its requests come back here as HTTP. Without a key it is never opened."""
         headers = dict(scope["headers"])
-        if self._key and not self._knows(headers):
-            error: ClientError | None = Unauthorized("send `Authorization: Bearer KEY`")
-        elif not chat_socket.same_origin(headers):
-            error = Forbidden("a page of another origin may not open a WebSocket here")
-        else:
-            error = None
-        if error is None:
-            await chat_socket.ChatSocket(self, scope, receive, send).run()
+        try:
+            self._check_key(headers)
+            if not chat_socket.same_origin(headers, self._origins):
+                raise Forbidden("a page of another origin may not open a WebSocket here")
+        except HeadraceError as error:
+            await response_of(error)(scope, receive, send)
             return
-        await response_of(error)(scope, receive, send)
+        await chat_socket.ChatSocket(self, scope, receive, send).run()
 
-    def _knows(self, headers: dict[bytes, bytes]) -> bool:
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        return hmac.compare_digest(digest, self._key) and scheme.lower() == b"bearer"
+    def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        """Before the body is read. Whether a seat was taken; raises Unauthorized or Busy."""
+        path = scope["path"]
+        if path not in OPEN_PATHS:
+            self._check_key(headers)
+        if scope["method"] != "POST" or path not in self._paths or path in SEATLESS_PATHS:
+            return False
+        self._seats.take()
+        return True
+
+    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+        if not self._keys.admit(headers):
+            raise Unauthorized("send `Authorization: Bearer KEY` or `x-api-key: KEY`")
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"

@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from headrace.api.connection import reset
 from headrace.engine.client import TokenStream
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, TimedOut
 
 log = logging.getLogger("headrace.api")
 
@@ -67,14 +67,24 @@ class Exchanges:
     """All open exchanges of this process."""
 
     def __init__(
-        self, stall_timeout_s: float, keepalive_s: float, on_sweep: Callable[[], None]
+        self,
+        stall_timeout_s: float,
+        keepalive_s: float,
+        on_sweep: Callable[[], None],
+        *,
+        request_timeout_s: float = 0.0,
+        first_token_timeout_s: float = 0.0,
     ) -> None:
+        """A time of 0 is no limit, but for `stall_timeout_s`."""
         self._on_sweep = on_sweep
         self.open: set[Exchange] = set()
         self._left = asyncio.Event()  # one was removed
         self._stall_timeout_s = stall_timeout_s
         self._keepalive_s = keepalive_s
-        self._period_s = min(1.0, keepalive_s / 4, (stall_timeout_s or 1.0) / 4)
+        self._request_timeout_s = request_timeout_s
+        self._first_token_timeout_s = first_token_timeout_s
+        times_s = (stall_timeout_s, keepalive_s, request_timeout_s, first_token_timeout_s)
+        self._period_s = max(0.01, min(1.0, *(time_s / 4 for time_s in times_s if time_s)))
 
     def add(self, exchange: Exchange) -> None:
         """A request came."""
@@ -94,7 +104,7 @@ class Exchanges:
                     await self._left.wait()
 
     async def sweep(self) -> None:
-        """Run for ever: nudge silent streams, cut clients that take no bytes.
+        """Run for ever: nudge silent streams, end late ones, cut clients that take no bytes.
 
         One sweep for all streams costs less than a timer on every send and every token.
         """
@@ -106,8 +116,23 @@ class Exchanges:
                 since_s = exchange.sending_since_s
                 if since_s and now_s - since_s > self._stall_timeout_s:
                     self._cut(exchange, now_s - since_s)
-                elif exchange.tokens is not None and now_s - exchange.sent_s >= self._keepalive_s:
+                elif exchange.tokens is None:
+                    continue
+                elif late := self._late(exchange, now_s):
+                    exchange.tokens.fail(late)
+                elif now_s - exchange.sent_s >= self._keepalive_s:
                     exchange.tokens.nudge()
+
+    def _late(self, exchange: Exchange, now_s: float) -> TimedOut | None:
+        """What to tell a request whose time is up."""
+        assert exchange.tokens is not None, "nothing runs"
+        took_s = now_s - exchange.arrived_s
+        if self._request_timeout_s and took_s > self._request_timeout_s:
+            return TimedOut(f"no whole answer in {self._request_timeout_s:g} s")
+        limit_s = self._first_token_timeout_s
+        if limit_s and took_s > limit_s and not exchange.tokens.first_token_s:
+            return TimedOut(f"no first token in {limit_s:g} s", code="first_token_timed_out")
+        return None
 
     def end_all(self, error: HeadraceError) -> None:
         """End every open stream with an error; the drain deadline has come."""

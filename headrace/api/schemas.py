@@ -27,6 +27,7 @@ MAX_RULES = 2**23  # ids of rules, times prompts: each prompt has its own copy
 MAX_SALT = 256  # characters
 MAX_LOGPROBS = 20  # OpenAI's limit of top_logprobs
 MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations
+MAX_NAMES, MAX_NAME = 32, 64  # unknown fields that a refusal names, and characters of each
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit of /v1/completions
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -189,11 +190,11 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def parse(kind: type[T], body: Mapping[str, Any]) -> tuple[T, list[str]]:
+def parse(kind: type[T], body: Mapping[str, Any], *, strict: bool = False) -> tuple[T, list[str]]:
     """Check a decoded body; returns the request and the names of fields nobody knows.
 
-    Raises InvalidRequest whose `param` is the field, for a wrong type, range or combination and
-    for a field that cannot be honoured yet.
+    Raises InvalidRequest whose `param` is the field, for a wrong type, range or combination, for a
+    field that cannot be honoured yet, and if `strict` for fields nobody knows.
     """
     known = kind.__struct_fields__
     unknown = []
@@ -212,6 +213,12 @@ def parse(kind: type[T], body: Mapping[str, Any]) -> tuple[T, list[str]]:
         raise _named(error) from None
     if isinstance(request, Generation):
         unknown += _check(request, body)
+    if strict and unknown:
+        shown = ", ".join(name[:MAX_NAME] for name in unknown[:MAX_NAMES])
+        rest = f" and {len(unknown) - MAX_NAMES} more" if len(unknown) > MAX_NAMES else ""
+        raise InvalidRequest(
+            f"unknown: {shown}{rest} (this server is strict)", param=unknown[0][:MAX_NAME]
+        )
     return request, unknown
 
 

@@ -17,6 +17,7 @@ import uvloop
 from headrace.api.app import create_app
 from headrace.api.connection import Connection, Connections, SocketConnection
 from headrace.api.exchange import Exchanges
+from headrace.api.seats import Seats
 from headrace.api.service import Service
 from headrace.config import Settings
 from headrace.engine.client import EngineClient
@@ -28,6 +29,7 @@ from headrace.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("headrace.api")
 
+SEATS_FILE = "seats"  # in the folder of the engine's sockets
 KEEP_ALIVE_S = 75  # an idle connection is closed after this
 AFTER_DEADLINE_S = 5.0  # for the last error events to leave
 
@@ -61,9 +63,16 @@ def serve(
         metrics.inter_token_s.flush()
         connections.check()
 
-    exchanges = Exchanges(settings.stall_timeout_s, settings.keepalive_s, on_sweep)
+    exchanges = Exchanges(
+        settings.stall_timeout_s,
+        settings.keepalive_s,
+        on_sweep,
+        request_timeout_s=settings.request_timeout_s,
+        first_token_timeout_s=settings.first_token_timeout_s,
+    )
+    seats = Seats(settings.max_streams, folder / SEATS_FILE, worker)
     config = uvicorn.Config(
-        create_app(service, exchanges),
+        create_app(service, exchanges, seats),
         http=partial(Connection, connections),  # type: ignore[arg-type]  # called, never asked
         ws=SocketConnection,
         ws_max_size=settings.max_body_bytes,

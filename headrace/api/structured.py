@@ -18,6 +18,9 @@ async def checked_grammar(service: Service, request: Generation) -> Grammar | No
     if found is None:
         return None
     param, grammar = found
+    most, size = service.settings.max_schema_bytes, len(grammar.text.encode())
+    if size > most:
+        raise InvalidRequest(f"{param} has {size} bytes; {most} is the most", param=param)
     service.tokenizer.need_text(param)
     await asyncio.wrap_future(service.checker.submit(grammar, param))
     return grammar

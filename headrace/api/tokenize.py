@@ -19,7 +19,7 @@ async def tokenize(request: Request) -> Response:
     """Text or messages to ids, as the other routes would see them."""
     service = service_of(request)
     raw, _ = await read_body(request, service.settings.max_body_bytes)
-    body, unknown = parse(Tokenize, raw)
+    body, unknown = parse(Tokenize, raw, strict=service.settings.strict)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -51,7 +51,7 @@ async def detokenize(request: Request) -> Response:
     """Ids to text, special tokens included."""
     service = service_of(request)
     raw, _ = await read_body(request, service.settings.max_body_bytes)
-    body, unknown = parse(Detokenize, raw)
+    body, unknown = parse(Detokenize, raw, strict=service.settings.strict)
     service.check_model(body.model)
     content = await asyncio.to_thread(_detokenized, service, body)
     return Response(content, headers=ignored(unknown), media_type="application/json")

@@ -34,6 +34,9 @@ def _option(name: str, hint: Any, default: Any) -> Callable[[F], F]:
     flag, text = flag_of(name), f"{HELP[name]}  [{ENV_PREFIX}{name.upper()}; default {default!r}]"
     if isinstance(default, bool):
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
+    if isinstance(default, tuple):
+        text = f"{HELP[name]}; may be repeated  [{ENV_PREFIX}{name.upper()}, with commas]"
+        return click.option(flag, name, multiple=True, metavar="text", help=text)
     if typing.get_origin(hint) is Literal:
         return click.option(flag, name, type=click.Choice(typing.get_args(hint)), help=text)
     return click.option(flag, name, type=type(default), metavar=type(default).__name__, help=text)
@@ -43,4 +46,5 @@ def read_settings(
     config_file: Path | None, given: dict[str, Any]
 ) -> tuple[Settings, dict[str, Source]]:
     """Settings from the command's keywords: only what the user gave counts as a flag."""
-    return load({key: v for key, v in given.items() if v is not None}, file=config_file)
+    flags = {key: v for key, v in given.items() if v is not None and v != ()}
+    return load(flags, file=config_file)

@@ -175,3 +175,21 @@ def test_the_command_says_what_it_cannot_know(
         assert done.exit_code == 0
         (line,) = [line for line in done.output.splitlines() if line.startswith("kv_blocks")]
         assert why in line
+
+
+def test_a_list_is_a_repeated_flag_or_commas_or_a_toml_list(tmp_path: Path) -> None:
+    assert load({}, {"HEADRACE_API_KEY": "a, b,,"})[0].api_key == ("a", "b")
+    assert load({}, {}, toml(tmp_path, "api-key = ['a', 'b']\n"))[0].api_key == ("a", "b")
+    assert load({}, {}, toml(tmp_path, "api-key = 'a,b'\n"))[0].api_key == ("a,b",)
+    args = ["config", "--api-key", "a", "--api-key", "b", "--cors-origin", "https://a.example"]
+    said = CliRunner().invoke(cli, args)
+    assert said.exit_code == 0, said.output
+    assert "('https://a.example',)" in said.output
+    assert "(set)" in said.output
+
+
+@pytest.mark.parametrize("key", ["two words", "", "sha256:12", "sha256:" + "g" * 64, "naïve"])
+def test_a_key_that_cannot_be_one_is_found_at_the_start(key: str) -> None:
+    with pytest.raises(ConfigError, match="64 hex digits") as caught:
+        load({"api_key": ("good", key)}, {})
+    assert not key or key not in str(caught.value)

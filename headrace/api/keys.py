@@ -1,0 +1,44 @@
+"""API keys: kept as SHA-256 digests, compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+
+HASHED = "sha256:"  # a setting may give the digest in place of the key
+
+
+class Keys:
+    """The keys that this server knows; without one, everybody may come in.
+
+    given: keys, or `sha256:` with the 64 hexadecimal digits of a key's digest.
+    """
+
+    def __init__(self, given: Iterable[str]) -> None:
+        assert not isinstance(given, str), "keys, not the characters of one"
+        self._digests = [_digest_of(key) for key in given]
+
+    def admit(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether the headers of a request hold a known key.
+
+        `Authorization: Bearer KEY` is OpenAI's way, `x-api-key: KEY` Anthropic's.
+        """
+        if not self._digests:
+            return True
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        shown = [key.strip()] if scheme.lower() == b"bearer" else []
+        if b"x-api-key" in headers:
+            shown.append(headers[b"x-api-key"].strip())
+        known = False
+        for one in shown:
+            digest = hashlib.sha256(one).digest()
+            for other in self._digests:  # all of them: time says nothing of which one it was
+                known |= hmac.compare_digest(digest, other)
+        return known
+
+
+def _digest_of(key: str) -> bytes:
+    if key.startswith(HASHED):
+        return bytes.fromhex(key.removeprefix(HASHED))
+    return hashlib.sha256(key.encode()).digest()
