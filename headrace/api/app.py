@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from headrace.api import chat, completions, health, models, tokenize
+from headrace.api import chat, completions, health, messages, models, tokenize
 from headrace.api.edge import Edge
 from headrace.api.errors import handle
 from headrace.api.exchange import Exchanges
@@ -25,6 +25,8 @@ from headrace.errors import HeadraceError
 ROUTES = (
     Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
     Route("/v1/completions", completions.completions, methods=["POST"]),
+    Route("/v1/messages", messages.create, methods=["POST"]),
+    Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/models", models.list_models),
     Route("/v1/models/{model:path}", models.get_model),
     Route("/tokenize", tokenize.tokenize, methods=["POST"]),

@@ -24,7 +24,8 @@ from headrace.observe.metrics import ApiMetrics
 access = logging.getLogger("headrace.access")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes carry no key
-SEATLESS_PATHS = frozenset({"/tokenize", "/detokenize"})  # other POSTs are answered by the engine
+# Other POSTs are answered by the engine.
+SEATLESS_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds: logged at debug level
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -78,7 +79,7 @@ class Edge:
         try:
             seated = self._let_in(scope, headers)
         except HeadraceError as error:
-            answer = response_of(error)
+            answer = response_of(error, scope)
         try:
             await answer(scope, receive, timed_send)
         finally:
@@ -95,7 +96,7 @@ class Edge:
             if not chat_socket.same_origin(headers, self._origins):
                 raise Forbidden("a page of another origin may not open a WebSocket here")
         except HeadraceError as error:
-            await response_of(error)(scope, receive, send)
+            await response_of(error, scope)(scope, receive, send)
             return
         await chat_socket.ChatSocket(self, scope, receive, send).run()
 

@@ -9,6 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from headrace.errors import (
     Busy,
@@ -22,6 +23,8 @@ from headrace.errors import (
 
 log = logging.getLogger("headrace.api")
 
+ANTHROPIC = "/v1/messages"  # paths that answer as Anthropic's do
+LARGE = "request_too_large"
 MAX_MESSAGE = 1000  # characters
 CLIENT_GONE = 499  # for the log and metrics; nobody is there to read it
 
@@ -51,9 +54,23 @@ def body_of(error: HeadraceError) -> dict[str, Any]:
     }
 
 
-def encoded(error: HeadraceError) -> bytes:
-    """The body's bytes."""
-    return msgspec.json.encode(body_of(error))
+def anthropic_body(error: HeadraceError, request_id: str | None = None) -> dict[str, Any]:
+    """The error body of /v1/messages."""
+    kinds = {"server_error": "api_error"} | ({error.kind: LARGE} if error.status == 413 else {})
+    message = body_of(error)["error"]["message"]
+    return {
+        "type": "error",
+        "error": {"type": kinds.get(error.kind, error.kind), "message": message},
+        "request_id": request_id,
+    }
+
+
+def encoded(error: HeadraceError, scope: Scope | None = None) -> bytes:
+    """The body's bytes, in the shape of the protocol that `scope` speaks."""
+    if scope is None or not scope["path"].startswith(ANTHROPIC):
+        return msgspec.json.encode(body_of(error))
+    exchange = scope.get("headrace.exchange")
+    return msgspec.json.encode(anthropic_body(error, exchange and exchange.request_id))
 
 
 def event_of(error: HeadraceError) -> bytes:
@@ -61,8 +78,8 @@ def event_of(error: HeadraceError) -> bytes:
     return b"data: " + encoded(error) + b"\n\n"
 
 
-def response_of(error: HeadraceError) -> Response:
-    """The response for an error before the first byte."""
+def response_of(error: HeadraceError, scope: Scope) -> Response:
+    """The response for an error before the first byte, to the request of `scope`."""
     headers = {}
     if isinstance(error, Busy):
         headers["retry-after"] = str(error.retry_after_s)
@@ -70,7 +87,8 @@ def response_of(error: HeadraceError) -> Response:
         headers["connection"] = "close"
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    return Response(encoded(error), error.status, headers, media_type="application/json")
+    content = encoded(error, scope)
+    return Response(content, error.status, headers, media_type="application/json")
 
 
 def as_ours(error: Exception) -> HeadraceError:
@@ -91,7 +109,7 @@ async def handle(request: Request, error: Exception) -> Response:
     ours = as_ours(error)
     if ours.status >= 500 and ours is not error:
         log.error("unexpected error in %s", request.url.path, exc_info=error)
-    response = response_of(ours)
+    response = response_of(ours, request.scope)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})  # a 405 names the methods in `allow`
     return response

@@ -193,17 +193,20 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
 def parse(kind: type[T], body: Mapping[str, Any], *, strict: bool = False) -> tuple[T, list[str]]:
     """Check a decoded body; returns the request and the names of fields nobody knows.
 
+    A `kind` of another protocol has a HARMLESS and a REFUSED of its own.
+
     Raises InvalidRequest whose `param` is the field, for a wrong type, range or combination, for a
     field that cannot be honoured yet, and if `strict` for fields nobody knows.
     """
     known = kind.__struct_fields__
+    accepted, not_yet = getattr(kind, "HARMLESS", ACCEPTED), getattr(kind, "REFUSED", NOT_YET)
     unknown = []
     for field, value in body.items():
-        if field in known or field in ACCEPTED:
+        if field in known or field in accepted:
             continue
-        if field not in NOT_YET:
+        if field not in not_yet:
             unknown.append(field)
-        elif not any(_same(value, harmless) for harmless in NOT_YET[field]):
+        elif not any(_same(value, harmless) for harmless in not_yet[field]):
             raise InvalidRequest(
                 f"{field} is not supported yet", param=field, code="unsupported_parameter"
             )
