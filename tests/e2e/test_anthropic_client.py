@@ -72,9 +72,10 @@ def test_the_order_of_events(server: Server) -> None:
 def test_stop_reasons(client: Anthropic) -> None:
     def ask(**fields: Any) -> anthropic.types.Message:
         extra = fields.pop("extra_body", {})
-        return client.messages.create(
+        message: anthropic.types.Message = client.messages.create(
             model="fake", messages=HI, extra_body={"seed": 1, **extra}, **fields
         )
+        return message
 
     text = text_of(ask(max_tokens=30, extra_body={"ignore_eos": True}))
     cut = ask(max_tokens=30, stop_sequences=[text[9:12]])
