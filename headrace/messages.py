@@ -173,6 +173,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     queue_s: float = 0.0  # submit -> first scheduled
     prefill_s: float = 0.0  # first scheduled -> first token
     decode_s: float = 0.0  # first token -> last token
+    compute_s: float = 0.0  # its share of the device's time; see `engine.shares`
+    recompute_s: float = 0.0  # of that, for KV that preemptions had lost
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -318,6 +320,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step: int
     tokens: list[int]
     failed: list[tuple[int, str]] = []  # (draw, why): that request alone ends with an error
-    busy_s: float = 0.0  # time the device worked on this step
+    busy_s: float = 0.0  # time the device worked on this step: CUDA events; processor time on a CPU
     logprobs: list[Logprobs | None] = []
     prompt_logprobs: list[list[Logprobs]] = []

@@ -238,7 +238,8 @@ class NaiveEngine:
         if job.begun_s:
             self._running = 0
             self._prompt_tokens += len(job.message.prompt)
-        begun_s = job.begun_s or self._clock()
+        now_s = self._clock()
+        begun_s = job.begun_s or now_s
         del self._live[job.key]
         self._finished[reason] += 1
         self._to(owner).dones.append(
@@ -251,6 +252,7 @@ class NaiveEngine:
                 queue_s=begun_s - job.submitted_s,
                 prefill_s=max(job.first_s - begun_s, 0.0),
                 decode_s=job.last_s - job.first_s,
+                compute_s=now_s - begun_s,  # it runs alone
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.engine.request import Sequence
+from headrace.engine.shares import Costs
 from headrace.kv.cache import Grant
 from headrace.messages import Grow, Join, Output, StepPlan
 
@@ -14,7 +15,7 @@ class Flight:
     len(decoders) + i belongs to prefills[i], draw len(decoders) + j to drawers[j].
     """
 
-    __slots__ = ("decoders", "drawers", "plan", "prefills")
+    __slots__ = ("costs", "decoders", "drawers", "plan", "prefills")
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class Flight:
         self.decoders = decoders
         self.prefills = prefills
         self.drawers = drawers
+        self.costs: Costs | None = None  # see `engine.shares.modelled`
 
 
 class Draft:

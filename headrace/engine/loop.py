@@ -18,9 +18,11 @@ from headrace.config import Settings
 from headrace.engine.budget import budget_for
 from headrace.engine.draft import Flight
 from headrace.engine.masker import Masker
+from headrace.engine.meter import Meter
 from headrace.engine.protocol import Grammars, Masks, Runner, Ticket
 from headrace.engine.registry import Registry
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.shares import FS
 from headrace.engine.stats import EngineStats, Tally
 from headrace.kv.cache import KVCache
 from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
@@ -80,13 +82,16 @@ class Engine:
         assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
         budget = budget_for(capacity.cost, settings.max_num_batched_tokens, itl_target_s)
         self.scheduler = Scheduler(settings, kv, capacity, budget, self._tally)
-        self.registry = Registry(settings, kv, capacity, self.scheduler, self._tally, grammars)
+        self._in_flight: deque[InFlight] = deque()  # plain: empty between turns; overlap: <= 1
+        self.meter = Meter(capacity.work, self._in_flight)
+        self.registry = Registry(
+            settings, kv, capacity, self.scheduler, self._tally, self.meter, grammars
+        )
         self._grammars = grammars
         self._masker = Masker(grammars, capacity) if grammars is not None else None
         self._clock = clock
         self._on_step = on_step
         self._step = self._step_overlap if overlap else self._step_plain
-        self._in_flight: deque[InFlight] = deque()  # plain: empty between turns; overlap: <= 1
         self._broken_in_a_row = 0
 
     def submit(self, owner: int, msg: Submit) -> None:
@@ -254,6 +259,8 @@ class Engine:
             finished=dict(tally.finished),
             started=tally.started,
             runner=self.runner.counters(),
+            busy_s=self.meter.busy_fs / FS,
+            unclaimed_s=self.meter.unclaimed_fs / FS,
         )
 
     def close(self) -> None:

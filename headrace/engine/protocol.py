@@ -65,6 +65,24 @@ class StepCost(msgspec.Struct, frozen=True):
         return products_s + self.base_s + self.pair_s * pairs + self.read_s * reads
 
 
+class StepWork(msgspec.Struct, frozen=True):
+    """What the parts of a step cost on one device, in seconds, so that its time can be parted among
+    its rows; only their proportions count. The default knows nothing: equal parts.
+
+    Reading the weights of the layers takes `weights_s`, their products `token_s` a token, and a
+    step takes the longer of both; the head alike, for positions that get logits. Attention takes
+    `read_s` for each token whose KV a row reads, or `pair_s` for each pair of a row's token and a
+    token that it sees, if that is longer.
+    """
+
+    weights_s: float = 1.0
+    token_s: float = 0.0
+    head_s: float = 0.0
+    head_token_s: float = 0.0
+    pair_s: float = 0.0
+    read_s: float = 0.0
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """What a loaded runner offers; facts, not settings."""
 
@@ -75,6 +93,7 @@ class Capacity(msgspec.Struct, frozen=True):
     vocab_size: int  # draws are always < vocab_size (padding of the output layer is masked)
     cost: StepCost | None = None  # None: the time of a step is not known beforehand
     kernels: KernelsInfo | None = None  # None: the backend has no choice of them
+    work: StepWork = StepWork()
 
 
 class Masks(NamedTuple):

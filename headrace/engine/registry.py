@@ -12,10 +12,12 @@ from itertools import repeat
 from headrace.config import Settings
 from headrace.engine.compiling import Compiling
 from headrace.engine.draft import Flight
+from headrace.engine.meter import Meter
 from headrace.engine.outbox import Outbox
 from headrace.engine.protocol import Capacity, Grammars, Matcher
 from headrace.engine.request import NO_ROW, Request, Sequence
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.shares import FS
 from headrace.engine.stats import Tally
 from headrace.errors import (
     ContextTooLong,
@@ -50,6 +52,7 @@ class Registry:
         capacity: Capacity,
         scheduler: Scheduler,
         tally: Tally,
+        meter: Meter,
         grammars: Grammars | None = None,
     ) -> None:
         self.outbox = Outbox()
@@ -63,6 +66,7 @@ class Registry:
         self._capacity = capacity
         self._scheduler = scheduler
         self._tally = tally
+        self._meter = meter
 
     # ------------------------------------------------------------ from owners
 
@@ -151,8 +155,10 @@ class Registry:
 
     def drop_owner(self, owner: int) -> None:
         """The owner is gone: abort its requests and forget what it has not taken."""
+        billed_fs = self._meter.billed_fs
         for request in list(self._requests.get(owner, {}).values()):
             self._end_all(request, "abort", "", "")
+        self._meter.unclaimed_fs += self._meter.billed_fs - billed_fs
         self.outbox.discard(owner)
 
     def finish(self, owner: int, handle: int, choice: int, n_tokens: int) -> None:
@@ -179,6 +185,7 @@ class Registry:
         assert result.step == plan.step, f"result of step {result.step} for {plan.step}"
         assert len(tokens) == len(plan.draw_into), "one token a draw"
         self._kv.fence(plan.step)
+        self._meter.charge(flight, result.busy_s)
         self._tally.steps += 1
         decodes = len(flight.decoders)
         if result.failed or (tokens and min(tokens) < 0):
@@ -380,6 +387,7 @@ class Registry:
         if choice < len(request.sequences):
             sequence = request.sequences[choice]
             sequence.ended = True
+            request.ahead |= sequence.planned > sequence.computed
             self._scheduler.drop(sequence)
             request.counts[choice] = sequence.generated if count is None else count
         request.reasons[choice] = reason
@@ -411,6 +419,8 @@ class Registry:
             max(0.0, begun - request.submitted_s),
             max(0.0, first - begun),
             max(0.0, request.last_token_s - first) if first >= 0 else 0.0,
+            self._meter.settle(request) / FS,
+            request.recompute_fs / FS,
         )
         self.outbox.of(owner).dones.append(done)
 

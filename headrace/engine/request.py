@@ -118,8 +118,10 @@ class Request:
     """
 
     __slots__ = (
+        "ahead",
         "arrival",
         "cached_tokens",
+        "compute_fs",
         "counts",
         "first_token_s",
         "last_token_s",
@@ -127,6 +129,7 @@ class Request:
         "policy",
         "preemptions",
         "reasons",
+        "recompute_fs",
         "resident",
         "scheduled_s",
         "sequences",
@@ -147,6 +150,9 @@ class Request:
         self.scheduled_s = self.first_token_s = self.last_token_s = -1.0  # -1: not yet
         self.cached_tokens = 0
         self.preemptions = 0
+        self.compute_fs = 0  # device time charged so far; see `engine.meter`
+        self.recompute_fs = 0  # of that, for what preemptions had lost
+        self.ahead = False  # a choice ended while a step in flight may have held a row of it
         self.resident = 0  # sequences that own a row
         self.counts = [0] * submit.n  # output tokens of choices that ended
         self.reasons: list[Reason | None] = [None] * submit.n  # None: still open

@@ -51,3 +51,5 @@ class EngineStats(msgspec.Struct, frozen=True):
     finished: dict[str, int]  # reason -> requests: stop, length, abort, error, refused
     started: int
     runner: Mapping[str, int] = {}  # see engine.protocol.Runner.counters
+    busy_s: float = 0.0  # time the device worked
+    unclaimed_s: float = 0.0  # of that, for requests of API processes that are gone

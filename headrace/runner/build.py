@@ -136,9 +136,11 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
         ledger.activation_bytes(settings, spec, facts.dtype.value, length.value),
         f"estimate for a step of {settings.max_num_batched_tokens} tokens",
     )
-    info = _info(capacity, loaded.weights, dtype, facts, blocks, length, [activations])
+    with phase("measure the parts of a step", report):
+        runner = make_runner(settings, loaded, store, capacity, pool)
+    info = _info(runner.capacity, loaded.weights, dtype, facts, blocks, length, [activations])
     info.ledger.insert(0, f"{'kernels':13} {loaded.kernels}")
-    return make_runner(settings, loaded, store, capacity, pool), info
+    return runner, info
 
 
 def _info(

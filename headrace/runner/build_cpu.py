@@ -23,10 +23,10 @@ from headrace.native.build import Unavailable
 from headrace.native.library import Library, load
 from headrace.native.pool import Pool
 from headrace.native.weights import Arena
-from headrace.runner import ledger, pack
+from headrace.runner import ledger, pack, work
 from headrace.runner.checkpoint import Checkpoint
 from headrace.runner.runner import TorchRunner, table_width
-from headrace.runner.worker import InlineWorker, ThreadWorker
+from headrace.runner.worker import InlineWorker, ThreadWorker, Worker
 
 
 class Kernels(msgspec.Struct, frozen=True):
@@ -167,20 +167,28 @@ def make_pool(settings: Settings, kernels: Kernels) -> Pool | None:
 def make_runner(
     settings: Settings, loaded: Loaded, store: KvStore, capacity: Capacity, pool: Pool | None
 ) -> TorchRunner:
-    """The runner over a loaded decoder; it takes the pool (see `make_pool`)."""
+    """The runner over a loaded decoder; it takes the pool (see `make_pool`).
+
+    Its capacity says what the parts of a step cost, measured here.
+    """
+    forward: Forward
+    worker: Worker
     if pool is None or loaded.packed is None:
-        threads = settings.threads or device.cores()
-        worker = ThreadWorker(threads)
-        return TorchRunner(TorchForward(loaded.model, store), store, capacity, worker)
-    forward: Forward = NativeForward(
-        loaded.model,
-        loaded.packed,
-        store,
-        pool,
-        positions=table_width(capacity) * capacity.block_size,
-        rows=capacity.max_rows,
-        exact=loaded.kernels.exact,
-    )
-    # One pool computes: torch's own threads would spin beside it.
-    overlap = resolve_overlap(settings, "cpu").value
-    return TorchRunner(forward, store, capacity, ThreadWorker(1) if overlap else InlineWorker())
+        forward = TorchForward(loaded.model, store)
+        worker = ThreadWorker(settings.threads or device.cores())
+    else:
+        forward = NativeForward(
+            loaded.model,
+            loaded.packed,
+            store,
+            pool,
+            positions=table_width(capacity) * capacity.block_size,
+            rows=capacity.max_rows,
+            exact=loaded.kernels.exact,
+        )
+        # One pool computes: torch's own threads would spin beside it.
+        overlap = resolve_overlap(settings, "cpu").value
+        worker = ThreadWorker(1) if overlap else InlineWorker()
+    parts = work.measure(forward, worker, loaded.model, store, loaded.weights.size_bytes)
+    capacity = msgspec.structs.replace(capacity, work=parts)
+    return TorchRunner(forward, store, capacity, worker)

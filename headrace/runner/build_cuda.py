@@ -29,6 +29,7 @@ from headrace.runner.device_state import DeviceState
 from headrace.runner.draws import WIDE_ROWS
 from headrace.runner.forward import Forward
 from headrace.runner.phase import Report, phase
+from headrace.runner.work import from_cost
 
 _SLACK_BYTES = 256 * 2**20  # fragments, and what the driver takes for itself later
 
@@ -168,7 +169,7 @@ def build_runner(
         ),
         ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
     ]
-    capacity = _capacity(model.spec, plan, blocks.value, cost, kernels)
+    capacity = _capacity(model, plan, blocks.value, cost, kernels)
     return CudaRunner(forward, capacity), blocks, length, lines
 
 
@@ -181,16 +182,17 @@ def kernels_info(attention: Resolved[str], card: Card) -> KernelsInfo:
 
 
 def _capacity(
-    spec: ModelSpec, plan: Plan, blocks: int, cost: StepCost | None, kernels: KernelsInfo
+    model: Decoder, plan: Plan, blocks: int, cost: StepCost, kernels: KernelsInfo
 ) -> Capacity:
     return Capacity(
         kv_blocks=[blocks],
         block_size=plan.block_size,
         max_rows=plan.max_rows,
         max_model_len=plan.max_model_len,
-        vocab_size=spec.vocab_size,
+        vocab_size=model.spec.vocab_size,
         cost=cost,
         kernels=kernels,
+        work=from_cost(cost, model),
     )
 
 

@@ -318,8 +318,8 @@ def test_only_tokens_that_are_drawn_from_pass_the_last_layer(
         passed.append(x.shape[0])
         return add_mlp(self, x, *of_layer)
 
-    monkeypatch.setattr(TorchOps, "add_mlp", noted)
     runner = load("cpu", files, **SETTINGS)
+    monkeypatch.setattr(TorchOps, "add_mlp", noted)  # the start has run steps of its own
     step = plan(
         0,
         joins=[Join(row, GREEDY, 0, [[2 * row, 2 * row + 1]]) for row in range(3)],

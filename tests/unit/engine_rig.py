@@ -149,7 +149,21 @@ class Rig:
                 self.dones[owner, done.handle] = done
         stats = self.engine.stats()
         assert stats.started == sum(stats.finished.values()) + stats.running + stats.waiting
+        self.check_meter()
         return told
+
+    def check_meter(self) -> None:
+        """All that the device worked is billed, or on an account, or to be spread."""
+        meter = self.engine.meter
+        known_fs = meter.billed_fs - meter.prepaid_fs + meter.carry_fs
+        for owned in self.engine.registry._requests.values():
+            for request in owned.values():
+                meter._read(request)
+                known_fs += request.compute_fs
+        for late in meter._late:
+            meter._read(late.request)
+            known_fs += late.request.compute_fs - late.charged_fs
+        assert known_fs == meter.busy_fs, "device time was lost, or billed twice"
 
     def run(self, turns: int = 2000) -> None:
         """Turn until there is nothing to do."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
-from headrace.engine.protocol import Capacity, Masks, StepCost
+from headrace.engine.protocol import Capacity, Masks, StepCost, StepWork
 from headrace.messages import NO_TOKEN_ALLOWED, Join, Logprobs, Output, StepPlan, StepResult
 from headrace.sampling.shaping import unpacked
 
@@ -104,8 +104,12 @@ class FakeRunner:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         assert cost is None or step_ms == token_ms == 0, "two models of the time of a step"
+        work = StepWork(weights_s=step_ms or 1.0, token_s=token_ms)
+        if cost is not None:
+            read_s = cost.floor_s + cost.base_s
+            work = StepWork(read_s, cost.token_s, pair_s=cost.pair_s, read_s=cost.read_s)
         self._capacity = Capacity(
-            [kv_blocks], block_size, max_rows, max_model_len, VOCAB_SIZE, cost
+            [kv_blocks], block_size, max_rows, max_model_len, VOCAB_SIZE, cost, work=work
         )
         self._block_size = block_size
         self._step_s, self._token_s = step_ms / 1000, token_ms / 1000
