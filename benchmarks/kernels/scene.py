@@ -181,7 +181,7 @@ class Scene:
             for choices in wanted:
                 self.choices = choices
                 ops = self._ops()
-                x = self._model.blocks[0](ops.embed(self._model.embed), ops)
+                x = self._model.blocks[0](ops.embed(self._model.embed, None), ops)
                 self._model.logits(x, ops)
 
 

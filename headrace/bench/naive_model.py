@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
@@ -15,7 +16,7 @@ from headrace.errors import ModelError
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner.checkpoint import open_checkpoint
-from headrace.runner.pieces import halves
+from headrace.runner.pieces import ordered
 from headrace.sources.files import ModelFiles
 
 _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}  # by GGUF architecture
@@ -39,8 +40,9 @@ def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
         if not slot.hf:  # rope_freqs.weight: transformers has no tensor for it
             model.model.rotary_emb.inv_freq /= tensor
             continue
-        pairs = slot.interleaved_heads
-        state[slot.hf] = (halves(tensor, pairs) if pairs else tensor).to(dtype)
+        ours = ordered(tensor, slot.gguf_order) - slot.hf_shift
+        theirs = ordered(ours, tuple(int(i) for i in np.argsort(slot.hf_order)))
+        state[slot.hf] = (theirs.t() if slot.hf_transposed else theirs).to(dtype)
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, f"names that transformers does not know: {unexpected}"
     assert set(missing) <= ({"lm_head.weight"} if spec.tied else set()), f"not set: {missing}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.models.ops import Ops
-from headrace.models.spec import ModelSpec, Rope
+from headrace.models.positions import alibi_slopes, rotaries
+from headrace.models.spec import Act, ModelSpec
+
+CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of the activation "clamped" (gpt-oss)
 
 
-def _unset(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+def unset(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """Memory that the weight loader fills; untouched pages cost nothing until then."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
@@ -22,24 +25,26 @@ class Linear(nn.Module):
 
     def __init__(self, n_in: int, n_out: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = _unset(n_out, n_in, dtype=dtype)
-        self.bias = _unset(n_out, dtype=dtype) if bias else None
+        self.weight = unset(n_out, n_in, dtype=dtype)
+        self.bias = unset(n_out, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
-    """One row a token id."""
+    """One row a token id (or a position), times `scale`, which is rounded to the rows' type."""
 
-    def __init__(self, rows: int, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, hidden: int, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight = _unset(rows, hidden, dtype=dtype)
+        self.weight = unset(rows, hidden, dtype=dtype)
+        self.scale = scale
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis, in the type of x.
 
+    A float32 weight is multiplied before the result is rounded.
     folded: `weight` is 1, for the matrix behind the norm holds it; see `Decoder.fold_norms`.
     """
 
@@ -47,7 +52,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = _unset(hidden, dtype=dtype)
+        self.weight = unset(hidden, dtype=dtype)
         self.hidden, self.eps = hidden, eps
 
     def fold_into(self, linear: Linear) -> None:
@@ -57,104 +62,186 @@ class RMSNorm(nn.Module):
         self.folded = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.hidden,), self.weight, self.eps)
+        wide = F.rms_norm(x.to(self.weight.dtype), (self.hidden,), self.weight, self.eps)
+        return wide.to(x.dtype)
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32, on the CPU. `Rotary`, which holds the tensor, applies `factors`."""
-    # Not where the model is: on the meta device this would import torch's compiler (3 s, 80 MB).
-    base = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequencies = 1.0 / (rope.theta**base)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind != "llama3":
-        return frequencies
-    # Llama 3.1: https://arxiv.org/abs/2407.21783, and Meta's reference `apply_scaling`.
-    turns = rope.original_positions * frequencies / (2 * math.pi)  # over the original context
-    blend = ((turns - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
-    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last axis."""
 
-
-class Rotary(nn.Module):
-    """Rotary embedding of halves: pair i is (x[i], x[i + d/2])."""
-
-    frequencies: Tensor
-
-    def __init__(self, rope: Rope, head_dim: int) -> None:
+    def __init__(self, hidden: int, eps: float, dtype: torch.dtype, *, bias: bool) -> None:
         super().__init__()
-        frequencies = inverse_frequencies(rope, head_dim).to(torch.get_default_device())
-        self.register_buffer("frequencies", frequencies, persistent=False)
-        stored = rope.kind == "factors"
-        self.factors = _unset(head_dim // 2, dtype=torch.float32) if stored else None
+        self.weight = unset(hidden, dtype=dtype)
+        self.bias = unset(hidden, dtype=dtype) if bias else None
+        self.hidden, self.eps = hidden, eps
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin, each [T, 1, d/2]."""
-        frequencies = self.frequencies
-        if self.factors is not None:
-            frequencies = frequencies / self.factors
-        angles = positions.to(torch.float32)[:, None, None] * frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.hidden,), self.weight, self.bias, self.eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, d] turned by the angles of `Rotary`."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+Norm = RMSNorm | LayerNorm
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate's rows first."""
+def norm_of(spec: ModelSpec, width: int, dtype: torch.dtype) -> Norm:
+    """A norm of the model's kind."""
+    if spec.norm == "layer":
+        return LayerNorm(width, spec.norm_eps, dtype, bias=spec.norm_bias)
+    return RMSNorm(width, spec.norm_eps, torch.float32 if spec.norm == "rms_wide" else dtype)
 
-    def __init__(self, hidden: int, ffn: int, dtype: torch.dtype) -> None:
+
+def plain(act: Act, x: Tensor) -> Tensor:
+    """The activation by itself."""
+    if act == "silu":
+        return F.silu(x)
+    if act == "relu":
+        return F.relu(x)
+    assert act != "clamped", "clamped needs a gate"
+    return F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+def gated(act: Act, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate) * up; clamped: gpt-oss's, where both are cut off and up has 1 added."""
+    if act != "clamped":
+        return plain(act, gate) * up
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return gate * torch.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
+
+
+class GatedMlp(nn.Module):
+    """down(act(gate(x)) * up(x)); gate and up are one matrix, gate's rows first."""
+
+    def __init__(
+        self, hidden: int, ffn: int, dtype: torch.dtype, act: Act = "silu", *, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden, 2 * ffn, dtype)
-        self.down = Linear(ffn, hidden, dtype)
+        self.act: Act = act
+        self.gate_up = Linear(hidden, 2 * ffn, dtype, bias=bias)
+        self.down = Linear(ffn, hidden, dtype, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y: Tensor = self.down(F.silu(gate) * up)
+        y: Tensor = self.down(gated(self.act, gate, up))
         return y
 
 
+class PlainMlp(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(
+        self, hidden: int, ffn: int, dtype: torch.dtype, act: Act, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.act: Act = act
+        self.up = Linear(hidden, ffn, dtype, bias=bias)
+        self.down = Linear(ffn, hidden, dtype, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(plain(self.act, self.up(x)))
+        return y
+
+
+Mlp = GatedMlp | PlainMlp
+
+
+def mlp_of(spec: ModelSpec, index: int, dtype: torch.dtype) -> Mlp:
+    """The dense feed-forward of layer `index`."""
+    kind = GatedMlp if spec.gated else PlainMlp
+    ffn = spec.layer(index).ffn or spec.ffn
+    return kind(spec.hidden, ffn, dtype, spec.act, bias=spec.mlp_bias)
+
+
+class Attention(nn.Module):
+    """What the attention of one layer is, beside its matrices; backends read it.
+
+    layer: whose K and V a step writes. reads: whose are read; another layer's only where this one
+    has none of its own. The other fields are those of the spec.
+    """
+
+    def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        kind = spec.layer(index)
+        self.layer = index
+        self.reads = kind.kv_from if kind.kv_from >= 0 else index
+        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
+        self.window, self.rope, self.softcap = kind.window, kind.rope, spec.softcap
+        self.scale = kind.scale or spec.head_dim**-0.5
+        self.clip = spec.qkv_clip
+        self.slopes = alibi_slopes(spec.heads, spec.alibi) if spec.alibi else ()
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            wide = torch.float32 if spec.norm == "rms_wide" else dtype
+            self.q_norm, self.k_norm = (
+                RMSNorm(spec.head_dim, spec.norm_eps, wide) for _ in range(2)
+            )
+        self.sinks = unset(spec.heads, dtype=dtype) if spec.sinks else None
+
+    @property
+    def own(self) -> bool:
+        """Whether the layer has K and V of its own."""
+        return self.reads == self.layer
+
+
 class Block(nn.Module):
-    """One pre-norm decoder layer."""
+    """One decoder layer. Another kind of attention or feed-forward overrides that part."""
 
     def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.index = index
-        heads = spec.heads + 2 * spec.kv_heads
-        self.attn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
+        self.attention = Attention(spec, index, dtype)
+        heads = spec.heads + 2 * spec.kv_heads * self.attention.own
+        self.attn_norm = norm_of(spec, spec.hidden, dtype)
         self.qkv = Linear(spec.hidden, heads * spec.head_dim, dtype, bias=spec.qkv_bias)
-        self.out = Linear(spec.heads * spec.head_dim, spec.hidden, dtype)
-        self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
-        self.ffn = SwiGLU(spec.hidden, spec.ffn, dtype)
+        self.out = Linear(spec.heads * spec.head_dim, spec.hidden, dtype, bias=spec.out_bias)
+        self.ffn_norm = norm_of(spec, spec.hidden, dtype)
+        self.ffn = mlp_of(spec, index, dtype)
+        self.post_attn_norm = norm_of(spec, spec.hidden, dtype) if spec.post_norms else None
+        self.post_ffn_norm = norm_of(spec, spec.hidden, dtype) if spec.post_norms else None
 
     def forward(self, x: Tensor, ops: Ops, *, last: bool = False) -> Tensor:
         """x [T, hidden] -> [T, hidden]; of the last layer [n, hidden], see `Ops.narrow`."""
-        q = ops.qkv(self.index, x, self.attn_norm, self.qkv)
+        q = self.project(x, ops)
         if last:
             x, q = ops.narrow(x, q)
             if not x.shape[0]:  # K and V are written, and nobody waits for more
                 return x
-        x = ops.add_linear(x, ops.attend(self.index, q), self.out)
-        return ops.add_mlp(x, self.ffn_norm, self.ffn)
+        return self.feed(self.attend(x, q, ops), ops)
+
+    def project(self, x: Tensor, ops: Ops) -> Tensor:
+        """The layer's queries; what the cache keeps of its tokens is written."""
+        return ops.qkv(self.attention, x, self.attn_norm, self.qkv)
+
+    def attend(self, x: Tensor, q: Tensor, ops: Ops) -> Tensor:
+        """x with what the layer's attention adds."""
+        y = ops.attend(self.attention, q)
+        return ops.add_linear(x, y, self.out, self.post_attn_norm)
+
+    def feed(self, x: Tensor, ops: Ops) -> Tensor:
+        """x with what the layer's feed-forward adds."""
+        return ops.add_mlp(x, self.ffn_norm, self.ffn, self.post_ffn_norm)
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, output layer."""
+    """Embedding, blocks, norm, output layer. `block` makes layer number i."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        block: Callable[[ModelSpec, int, torch.dtype], Block] = Block,
+    ) -> None:
         super().__init__()
         self.spec, self.dtype = spec, dtype
-        self.embed = Embedding(spec.vocab_rows, spec.hidden, dtype)
-        self.blocks = nn.ModuleList(Block(spec, i, dtype) for i in range(spec.layers))
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
+        self.embed = Embedding(spec.vocab_rows, spec.hidden, dtype, spec.embed_scale)
+        learned = spec.learned_positions
+        self.positions = Embedding(learned, spec.hidden, dtype) if learned else None
+        self.blocks = nn.ModuleList(block(spec, i, dtype) for i in range(spec.layers))
+        self.norm = norm_of(spec, spec.hidden, dtype)
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_rows, dtype)
-        self.rotary = Rotary(spec.rope, spec.head_dim)
+        self.rotaries = rotaries(spec)
 
     def forward(self, ops: Ops) -> Tensor:
         """One step -> [n, hidden] of the tokens that `Ops.narrow` leaves, before the last norm."""
-        x = ops.embed(self.embed)
+        x = ops.embed(self.embed, self.positions)
         for block in self.blocks:
             x = block(x, ops, last=block is self.blocks[-1])
         return x
@@ -166,11 +253,14 @@ class Decoder(nn.Module):
         its matrix may be the embedding."""
         for block in self.blocks:
             assert isinstance(block, Block), "a decoder is made of blocks"
-            block.attn_norm.fold_into(block.qkv)
-            block.ffn_norm.fold_into(block.ffn.gate_up)
+            for norm, matrix in ((block.attn_norm, block.qkv), (block.ffn_norm, block.ffn)):
+                assert isinstance(norm, RMSNorm), "only an RMS norm is a factor"
+                linear = matrix.gate_up if isinstance(matrix, GatedMlp) else matrix
+                assert isinstance(linear, Linear), "the matrix behind a norm"
+                norm.fold_into(linear)
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
         """x [n, hidden] -> [n, vocab_size]. Rows that only pad the vocabulary are left out: every
         id that can be drawn is one that the tokenizer accepts back."""
         weight = self.embed.weight if self.head is None else self.head.weight
-        return ops.head(x, self.norm, weight[: self.spec.vocab_size])
+        return ops.head(x, self.norm, weight[: self.spec.vocab_size], self.spec.logit_softcap)

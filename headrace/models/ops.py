@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+    from headrace.models.layers import Attention, Embedding, Linear, Mlp, Norm
 
 
 class Ops(Protocol):
@@ -23,13 +23,16 @@ class Ops(Protocol):
     Which tokens' logits are wanted belongs to the object too; T is n after `narrow`.
 
     `x` is the residual stream; methods that add to it may do so in place and return it.
+    What a backend does not compute of what these arguments can say it refuses when a model is
+    loaded (`models.features`), so its methods may assert that it is not there.
     """
 
-    def embed(self, embedding: Embedding) -> Tensor:
-        """The step's tokens -> x [T, hidden]."""
+    def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
+        """The step's tokens -> x [T, hidden]; `positions`: rows to add, by position."""
 
-    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-        """Norm, q, k and v, rotary -> q [T, heads, d]. k and v go to the KV cache."""
+    def qkv(self, attention: Attention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """Norm, q, k and v, their clipping, norms of q and k, rotary -> q [T, heads, d]. k and v
+        go to the KV cache; a layer that reads another's has q alone."""
 
     def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden], q of `qkv` -> x [n, hidden], q: from here on the step is the n tokens
@@ -37,14 +40,15 @@ class Ops(Protocol):
         the `qkv` of the last layer: of the other tokens only its K and V are ever read. n may be 0;
         then nothing more is asked."""
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, attention: Attention, q: Tensor) -> Tensor:
         """Each token over its sequence up to itself -> [T, heads * d]."""
 
-    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        """x + linear(y), [T, hidden]."""
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear, post: Norm | None) -> Tensor:
+        """x + post(linear(y)), [T, hidden]."""
 
-    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
-        """x + mlp(norm(x)), [T, hidden]."""
+    def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
+        """x + post(mlp(norm(x))), [T, hidden]."""
 
-    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """x [n, hidden] of chosen tokens, weight [vocab, hidden] -> logits [n, vocab]."""
+    def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
+        """x [n, hidden] of chosen tokens, weight [vocab, hidden] -> logits [n, vocab], each
+        softcap * tanh(logit / softcap) unless that is 0."""

@@ -1,20 +1,42 @@
-"""Qwen2 and Qwen2.5: Llama's shape with a bias on q, k and v."""
+"""Qwen2 and Qwen2.5: Llama's shape with a bias on q, k and v; a window in the upper layers."""
 
 from __future__ import annotations
 
-import torch
-
-from headrace.models.layers import Decoder
-from headrace.models.llama import decoder_slots
+from headrace.models import gguf, hf
+from headrace.models.llama import build, decoder_slots
+from headrace.models.need import refuse
 from headrace.models.slots import Slot
-from headrace.models.spec import ModelSpec
+from headrace.models.spec import LayerSpec, ModelSpec
+from headrace.sources.gguf import Header
+
+__all__ = ["build", "from_gguf", "from_hf", "slots"]
+
+
+def from_hf(config: hf.Config) -> ModelSpec:
+    """See `registry.ModelModule`."""
+    refuse(hf.architecture(config), {"experts": bool(config.get("num_experts"))})
+    return ModelSpec(**hf.decoder_fields(config) | {"qkv_bias": True, "kinds": kinds_of(config)})
+
+
+def kinds_of(config: hf.Config) -> tuple[LayerSpec, ...]:
+    """`sliding_window`, if `use_sliding_window`, in layers from `max_window_layers` on."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    return hf.windows(config, [i >= first for i in range(config["num_hidden_layers"])], window)
+
+
+def from_gguf(header: Header) -> ModelSpec:
+    """See `registry.ModelModule`."""
+    refuse(
+        header.architecture,
+        {
+            "experts": bool(header.get("expert_count")),
+            "a sliding window": bool(header.get("attention.sliding_window")),
+        },
+    )
+    return ModelSpec(**gguf.decoder_fields(header) | {"qkv_bias": True})
 
 
 def slots(spec: ModelSpec) -> list[Slot]:
     """Every tensor of the checkpoint. GGUF keeps q and k as they are for this architecture."""
-    return decoder_slots(spec, interleaved=False)
-
-
-def build(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
-    """The model with unset parameters."""
-    return Decoder(spec, dtype)
+    return decoder_slots(spec)

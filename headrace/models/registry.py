@@ -1,12 +1,14 @@
 """Which module computes which architecture. Imported on use; add a line, or call `register`.
 
-A module offers `slots(spec)` (where each checkpoint tensor goes) and `build(spec, dtype)`.
+A module offers `from_hf` and `from_gguf` (what a config says), `slots(spec)` (where each checkpoint
+tensor goes) and `build(spec, dtype)`. It imports torch in `build` alone: specs are read without.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
@@ -18,17 +20,30 @@ if TYPE_CHECKING:
     from headrace.models.layers import Decoder
     from headrace.models.slots import Slot
     from headrace.models.spec import ModelSpec
+    from headrace.sources.gguf import Header
 
 
 class Family(msgspec.Struct, frozen=True):
-    """`module` is imported when a model of the family is built."""
+    """`module` is imported when a model of the family is read.
+
+    Names of its Hugging Face tensors that begin with the first of a pair in `renamed` begin with
+    the second instead, the first pair that fits; those that then begin with one of `unused` are
+    not read.
+    """
 
     module: str
-    qkv_bias: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 class ModelModule(Protocol):
     """What a module in `headrace/models/` offers."""
+
+    def from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
+        """The spec in a config.json; raises ModelError for what the family does not compute."""
+
+    def from_gguf(self, header: Header) -> ModelSpec:
+        """The spec in a GGUF header; raises ModelError likewise."""
 
     def slots(self, spec: ModelSpec) -> list[Slot]:
         """Every checkpoint tensor of the model and where it goes."""
@@ -38,7 +53,7 @@ class ModelModule(Protocol):
 
 
 _LLAMA = Family("headrace.models.llama")
-_QWEN2 = Family("headrace.models.qwen2", qkv_bias=True)
+_QWEN2 = Family("headrace.models.qwen2")
 _FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,

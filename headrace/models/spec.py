@@ -1,12 +1,12 @@
 """What a checkpoint's config says, in our names. No torch.
 
+Each family's module reads its own configs (`headrace.models.hf` and `.gguf` hold what they share).
 A feature that changes the numbers and that headrace does not compute raises ModelError naming it:
 a dropped feature gives fluent text at first and rubbish later.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,28 +14,90 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.errors import ModelError
-from headrace.models.registry import family_of
+from headrace.models import registry
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
 
-_UNUSED_TOKEN = 5  # tokenizer.ggml.token_type of entries that only pad the vocabulary
+Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]  # see `layers.gated`, `layers.plain`
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """Rotary embedding. `kind`:
+    """Rotary embedding: pair i of a head turns by position * frequency i. `kind`:
 
-    default  theta ** (-2i / head_dim)
-    linear   the same, divided by `factor`
-    llama3   divided by `factor` below `low_freq`, unchanged above `high_freq`, blended between
-    factors  divided by a stored tensor [head_dim / 2] (GGUF `rope_freqs.weight`)
+    default   theta ** (-2i / dims)
+    linear    the same, divided by `factor`
+    llama3    divided by `factor` below `low_freq`, unchanged above `high_freq`, blended between
+    yarn      the same idea, between `slow` and `fast` turns over `original_positions`
+    dynamic   theta grows with the sequence beyond `original_positions` (NTK)
+    longrope  divided by `long` where the sequence is longer than `original_positions`, by `short`
+              where it is not
+    factors   divided by a stored tensor [dims / 2] (GGUF `rope_freqs.weight`)
+
+    `positions.Rotary` has the formulas, and says what the length of a sequence is.
     """
 
     theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3", "factors"] = "default"
+    kind: Literal["default", "linear", "llama3", "factors", "dynamic", "yarn", "longrope"] = (
+        "default"
+    )
     factor: float = 1.0
     low_freq: float = 1.0
     high_freq: float = 4.0
     original_positions: int = 8192
+    dims: int = 0  # of a head are turned, the others stay as they are; 0 = all of them
+    magnitude: float = 1.0  # cos and sin are multiplied by it (yarn's and longrope's)
+    fast: float = 32.0
+    slow: float = 1.0
+    truncate: bool = True  # yarn: the bounds are whole pairs
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """The frequencies of one position depend on how long its sequence is."""
+        return self.kind in ("dynamic", "longrope")
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer, where layers of a model may differ."""
+
+    attention: Literal["heads", "latent"] = "heads"
+    mlp: Literal["dense", "experts"] = "dense"
+    window: int = 0  # newest tokens that a query sees, its own among them; 0 = all of them
+    rope: Literal["global", "local", "none"] = "global"  # ModelSpec.rope, .local_rope or none
+    scale: float = 0.0  # of scores; 0 = head_dim ** -0.5
+    ffn: int = 0  # inner width of the MLP; 0 = ModelSpec.ffn
+    kv_from: int = -1  # the layer whose K and V are read; -1 = its own
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """The routed feed-forward of layers whose `mlp` is experts."""
+
+    count: int
+    chosen: int  # of a token
+    ffn: int  # inner width of one expert
+    shared_ffn: int = 0  # of the expert that every token passes; 0 = there is none
+    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"  # chosen: softmax of the chosen
+    normed: bool = True  # the weights of the chosen are divided by their sum
+    scaling: float = 1.0  # of the weights, after that
+    corrected: bool = False  # a stored bias is added to the scores for choosing, not for weighing
+    groups: int = 1  # experts in groups; only the best `chosen_groups` are looked at
+    chosen_groups: int = 1
+    group_score: Literal["best", "two"] = "best"  # of a group: its best, or its best two added
+    biases: bool = False  # on the router and in the experts
+
+
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention through a latent vector (MLA): the cache holds kv_rank + rope_dim numbers a token.
+
+    https://arxiv.org/abs/2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    q_rank: int  # 0 = q is one matrix
+    plain_dim: int  # of a q or k head, not turned
+    rope_dim: int  # of a q head, and of the one k that all heads share
+    value_dim: int
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +118,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     max_positions: int
     dtype: str = ""  # what the config claims the weights to be; "" = it does not say
+    kinds: tuple[LayerSpec, ...] = ()  # of each layer; () = all are LayerSpec()
+    local_rope: Rope | None = None
+    # rms_wide: weight and product in float32, rounded once (Gemma)
+    norm: Literal["rms", "rms_wide", "layer"] = "rms"
+    norm_bias: bool = False
+    post_norms: bool = False  # what attention and MLP give is normed before it is added
+    qk_norm: bool = False  # RMS norm of each head of q and k, before rotary embedding
+    qkv_clip: float = 0.0  # q, k and v within plus and minus this; 0 = as they are
+    softcap: float = 0.0  # scores become cap * tanh(score / cap); 0 = as they are
+    sinks: bool = False  # a stored score a head takes its share of the softmax and gives nothing
+    alibi: float = 0.0  # exponent of the steepest slope, see `positions.alibi_slopes`; 0 = none
+    out_bias: bool = False
+    gated: bool = True  # the MLP is down(act(gate) * up), else down(act(up))
+    act: Act = "silu"
+    mlp_bias: bool = False
+    embed_scale: float = 1.0
+    learned_positions: int = 0  # rows of a second embedding, by position; 0 = there is none
+    logit_softcap: float = 0.0
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_rows"):
@@ -69,6 +151,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelError(
                 f"the tokenizer has {self.vocab_size} ids, the embedding {self.vocab_rows} rows"
             )
+        if self.kinds and len(self.kinds) != self.layers:
+            raise ModelError(f"{self.layers} layers, and kinds of {len(self.kinds)}")
+
+    def layer(self, index: int) -> LayerSpec:
+        """What layer `index` is."""
+        return self.kinds[index] if self.kinds else LayerSpec()
+
+    def every_layer(self) -> tuple[LayerSpec, ...]:
+        """What each layer is."""
+        return self.kinds or (LayerSpec(),) * self.layers
 
 
 def read_spec(files: ModelFiles) -> ModelSpec:
@@ -81,81 +173,20 @@ def read_spec(files: ModelFiles) -> ModelSpec:
     return from_hf(config, _tokenizer_size(files.path / "tokenizer.json"))
 
 
-# ---------------------------------------------------------------- Hugging Face
-
-
 def from_hf(config: Mapping[str, Any], known_ids: int = 0) -> ModelSpec:
     """The spec in a config.json. `known_ids`: ids the tokenizer has, 0 = take the config's word.
 
     Raises ModelError naming an unknown architecture, a missing key or an unsupported feature.
     """
     names = config.get("architectures") or ["(none)"]
-    architecture = str(names[0])
-    family = family_of(architecture)
-    _refuse_hf(config, architecture)
-    need = _Need(config, "config.json")
-    heads, hidden = need.count("num_attention_heads"), need.count("hidden_size")
-    head_dim = config.get("head_dim") or hidden // heads
-    rows = need.count("vocab_size")
-    return ModelSpec(
-        architecture=architecture,
-        layers=need.count("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        ffn=need.count("intermediate_size"),
-        vocab_rows=rows,
-        vocab_size=min(known_ids or rows, rows),
-        rope=_rope_hf(config),
-        norm_eps=need.number("rms_norm_eps"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias,
-        max_positions=need.count("max_position_embeddings"),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
-    )
+    spec = registry.module_of(str(names[0])).from_hf(config)
+    size = min(known_ids or spec.vocab_size, spec.vocab_size)
+    return msgspec.structs.replace(spec, architecture=str(names[0]), vocab_size=size)
 
 
-def _refuse_hf(config: Mapping[str, Any], architecture: str) -> None:
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    layers = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    reasons = {
-        # A window as long as the model's positions hides nothing.
-        f"sliding_window = {window}": (window or math.inf)
-        < (config.get("max_position_embeddings") or 0),
-        f"layers of type {', '.join(sorted(layers))}": bool(layers),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        f"hidden_act = {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
-        "partial_rotary_factor": (config.get("partial_rotary_factor") or 1) != 1,
-        "quantization_config": bool(config.get("quantization_config")),
-        "experts": bool(config.get("num_local_experts") or config.get("num_experts")),
-    }
-    _refuse(architecture, reasons)
-
-
-def _rope_hf(config: Mapping[str, Any]) -> Rope:
-    """Both spellings: `rope_theta` + `rope_scaling`, and the newer `rope_parameters`."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if (scaling.get("partial_rotary_factor") or 1) != 1:
-        raise ModelError("partial_rotary_factor is not supported")
-    need = _Need(scaling, "rope_scaling")
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", need.number("factor"))
-    if kind == "llama3":
-        return Rope(
-            theta,
-            "llama3",
-            need.number("factor"),
-            need.number("low_freq_factor"),
-            need.number("high_freq_factor"),
-            need.count("original_max_position_embeddings"),
-        )
-    raise ModelError(f"rope scaling {kind!r} is not supported (default, linear, llama3 are)")
+def from_gguf(header: Header) -> ModelSpec:
+    """The spec in a GGUF header. Raises ModelError as `from_hf` does."""
+    return registry.module_of(header.architecture).from_gguf(header)
 
 
 def _tokenizer_size(path: Path) -> int:
@@ -167,109 +198,6 @@ def _tokenizer_size(path: Path) -> int:
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
     added = [int(token["id"]) for token in data.get("added_tokens") or ()]
     return int(max(highest, *added, -1)) + 1
-
-
-# ---------------------------------------------------------------- GGUF
-
-
-def from_gguf(header: Header) -> ModelSpec:
-    """The spec in a GGUF header. Raises ModelError as `from_hf` does."""
-    family = family_of(header.architecture)
-    _refuse_gguf(header)
-    need = _Need(header.metadata, "GGUF metadata", header.architecture + ".")
-    if "token_embd.weight" not in header.tensors:
-        raise ModelError("the GGUF file has no tensor token_embd.weight")
-    rows = header.tensors["token_embd.weight"].shape[0]
-    heads, hidden = need.count("attention.head_count"), need.count("embedding_length")
-    return ModelSpec(
-        architecture=header.architecture,
-        layers=need.count("block_count"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=header.get("attention.head_count_kv") or heads,
-        head_dim=header.get("attention.key_length") or hidden // heads,
-        ffn=need.count("feed_forward_length"),
-        vocab_rows=rows,
-        vocab_size=min(_gguf_ids(header) or rows, rows),
-        rope=_rope_gguf(header),
-        norm_eps=need.number("attention.layer_norm_rms_epsilon"),
-        tied="output.weight" not in header.tensors,
-        qkv_bias=family.qkv_bias,
-        max_positions=need.count("context_length"),
-    )
-
-
-def _refuse_gguf(header: Header) -> None:
-    get = header.get
-    per_layer = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-    lists = [key for key in per_layer if isinstance(get(key), list)]
-    _refuse(header.architecture, {f"{key} for each layer": True for key in lists})
-    heads = get("attention.head_count") or 1
-    head_dim = get("attention.key_length") or (get("embedding_length") or 0) // heads
-    window = get("attention.sliding_window") or 0
-    _refuse(
-        header.architecture,
-        {
-            f"sliding_window = {window}": 0 < window < (get("context_length") or 0),
-            "experts": bool(get("expert_count")),
-            "rotary embedding of a part of the head": (get("rope.dimension_count") or head_dim)
-            != head_dim,
-            "values shorter than keys": (get("attention.value_length") or head_dim) != head_dim,
-        },
-    )
-
-
-def _rope_gguf(header: Header) -> Rope:
-    theta = float(header.get("rope.freq_base") or 10000.0)
-    kind = header.get("rope.scaling.type", "linear")  # llama.cpp's rule for files that do not say
-    factor = header.get("rope.scaling.factor") or header.get("rope.scale_linear") or 1.0
-    if kind not in ("none", "linear"):
-        raise ModelError(f"rope scaling {kind!r} is not supported (none and linear are)")
-    scaled = kind == "linear" and factor != 1.0
-    if "rope_freqs.weight" in header.tensors:
-        if scaled:
-            raise ModelError("rope_freqs.weight together with linear rope scaling")
-        return Rope(theta, "factors")
-    return Rope(theta, "linear", float(factor)) if scaled else Rope(theta)
-
-
-def _gguf_ids(header: Header) -> int:
-    """Ids up to the last that is not padding; 0 if the file has no vocabulary."""
-    kinds = header.metadata.get("tokenizer.ggml.token_type")
-    size = len(header.metadata.get("tokenizer.ggml.tokens") or ())
-    if kinds is None or len(kinds) != size:
-        return size
-    while size and kinds[size - 1] == _UNUSED_TOKEN:
-        size -= 1
-    return size
-
-
-# ---------------------------------------------------------------- shared
-
-
-class _Need:
-    """Reads keys that must be there, of a sane type."""
-
-    def __init__(self, data: Mapping[str, Any], where: str, prefix: str = "") -> None:
-        self.data, self.where, self.prefix = data, where, prefix
-
-    def number(self, key: str) -> float:
-        value = self.data.get(self.prefix + key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.where}: {self.prefix}{key} = {value!r}, a number is needed")
-        return float(value)
-
-    def count(self, key: str) -> int:
-        value = self.number(key)
-        if value != int(value) or value < 1:
-            raise ModelError(f"{self.where}: {self.prefix}{key} = {value!r}, a count is needed")
-        return int(value)
-
-
-def _refuse(architecture: str, reasons: Mapping[str, bool]) -> None:
-    found = [name for name, present in reasons.items() if present]
-    if found:
-        raise ModelError(f"{architecture} with {', '.join(found)} is not supported")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Resolved, Settings
 from headrace.engine.protocol import Capacity, Runner
 from headrace.errors import ConfigError
+from headrace.models.features import refuse_missing
 from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
@@ -75,6 +76,7 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
     with phase("find the GPU", report):
         from headrace.backends.cuda.attention import check_choice
         from headrace.backends.cuda.device import find_card, native_bfloat16
+        from headrace.backends.cuda.ops import COMPUTES
         from headrace.runner.build_cuda import build_runner
 
         card = find_card()
@@ -82,6 +84,7 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
         torch.zeros(1, device=target)  # makes the context
     with phase("read the model's config", report):
         facts = read_facts(settings, files)
+        refuse_missing(facts.spec, COMPUTES, "cuda")
         if facts.dtype.value == torch.bfloat16 and not native_bfloat16(card):
             raise ConfigError(f"{card.name} has no bfloat16: use float16", param="dtype")
         head_dim = facts.spec.head_dim
@@ -219,7 +222,10 @@ def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
         weights_bytes = elements * dtype.itemsize
     free_bytes = max(0, device.free_memory_bytes() - weights_bytes)
     blocks = ledger.size_kv(
-        settings, facts.spec, kv_dtype(settings, resolve_kernels(settings), dtype), free_bytes
+        settings,
+        facts.spec,
+        kv_dtype(settings, resolve_kernels(settings, facts.spec), dtype),
+        free_bytes,
     )
     return {
         "dtype": named(facts.dtype),

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from headrace.backends.choose import resolve_overlap
-from headrace.backends.cpu import device
+from headrace.backends.cpu import device, native, ops
 from headrace.backends.cpu.forward import Forward, TorchForward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.backends.cpu.native import NativeForward
@@ -16,6 +16,7 @@ from headrace.config import Settings
 from headrace.engine.protocol import Capacity
 from headrace.errors import ConfigError
 from headrace.messages import KernelsInfo
+from headrace.models.features import missing, refuse_missing
 from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec
@@ -62,12 +63,15 @@ def kernels_info(kernels: Kernels, pool: Pool | None) -> KernelsInfo:
     )
 
 
-def resolve_kernels(settings: Settings) -> Kernels:
-    """Native kernels if asked for, or if `auto` finds them. Builds the library at its first use.
+def resolve_kernels(settings: Settings, spec: ModelSpec) -> Kernels:
+    """Native kernels if asked for, or if `auto` finds them and they compute the model. Builds the
+    library at its first use.
 
-    Raises ConfigError if they, or what only they can do, are asked for and cannot be had.
+    Raises ConfigError if they, or what only they can do, are asked for and cannot be had;
+    ModelError for a model that nothing on a processor computes.
     """
-    kernels = _choose(settings)
+    refuse_missing(spec, ops.COMPUTES, "cpu")
+    kernels = _choose(settings, missing(spec, native.COMPUTES))
     if kernels.library is None and settings.quantization != "none":
         raise ConfigError(
             f"quantization = {settings.quantization} needs native kernels, and here is {kernels}",
@@ -76,11 +80,17 @@ def resolve_kernels(settings: Settings) -> Kernels:
     return kernels
 
 
-def _choose(settings: Settings) -> Kernels:
+def _choose(settings: Settings, lacks: list[str]) -> Kernels:
+    """lacks: what the model asks and native kernels do not compute."""
     if settings.cpu_kernels == "torch":
         if settings.cpu_precision == "fast":
             raise ConfigError("cpu_precision = fast needs native kernels", param="cpu_precision")
         return Kernels(None, True, "as set")
+    if lacks:
+        reason = f"native kernels do not compute {', '.join(lacks)}"
+        if settings.cpu_kernels == "native" or settings.cpu_precision == "fast":
+            raise ConfigError(reason, param="cpu_kernels")
+        return Kernels(None, True, reason)
     found = load()
     if isinstance(found, Unavailable):
         reason = f"{found.reason}; {found.remedy}"
@@ -122,7 +132,7 @@ def load_decoder(
 ) -> Loaded:
     """The decoder as `resolve_kernels` wants it. `plain` loads one whose matrices are tensors;
     random weights (no checkpoint) are drawn so and then packed."""
-    kernels = resolve_kernels(settings)
+    kernels = resolve_kernels(settings, spec)
     if kernels.library is None:
         model = plain(dtype)
         return Loaded(model, kernels, None, ledger.weights_line(model.parameters()))

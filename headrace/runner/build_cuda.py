@@ -80,7 +80,7 @@ def forward_on(
     width = -(-plan.max_model_len // plan.block_size) + 2
     state = DeviceState(plan.max_rows, width, store.spare_block, device)
     positions = torch.arange(width * plan.block_size, device=device)
-    cos, sin = (t[:, 0].contiguous() for t in model.rotary(positions, torch.float32))
+    cos, sin = (t[:, 0].contiguous() for t in model.rotaries["global"](positions, torch.float32))
     place = Place(
         store=store,
         buffers=buffers,

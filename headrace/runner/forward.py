@@ -265,7 +265,7 @@ class Forward:
                 step = self._step(like, min(size, self._sizes[like][-1]))
                 wanted = min(size, self._draws) if way == "eager" else 0
                 ops = self._ops(self._inputs[way], size, step, self._narrowed(way, size, wanted))
-                x = self.model.blocks[0](ops.embed(self.model.embed), ops)
+                x = self.model.blocks[0](ops.embed(self.model.embed, self.model.positions), ops)
                 x = self.model.blocks[0](x, ops, last=True)
                 self.model.logits(x[: self._draws], ops)
             self.sampler.compile(self._input, self.place.buffers.logits)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
-from headrace.models.layers import Decoder, Rotary
+from headrace.models.layers import Decoder
+from headrace.models.positions import rotaries
 from headrace.models.slots import Slot
 from headrace.models.spec import ModelSpec
 from headrace.native.library import Library
@@ -51,7 +52,7 @@ def shell(build: nn.Module, spec: ModelSpec) -> None:
 
     Its matrices stay without memory: they are packed elsewhere.
     """
-    build.rotary = Rotary(spec.rope, spec.head_dim)
+    build.rotaries = rotaries(spec)
     for name, parameter in list(build.named_parameters()):
         if parameter.ndim == 1 and parameter.is_meta:
             _replace(build, name, torch.empty(parameter.shape))
@@ -77,7 +78,7 @@ def load(
     `quantization`: none, or a key of RECIPES for a checkpoint of plain floats. Raises as
     `weights.load` does.
     """
-    by_name = {slot.gguf if checkpoint.gguf else slot.hf: slot for slot in slots}
+    by_name = weights.names_of(slots, checkpoint)
     weights.check(by_name, checkpoint, tied=model.head is None)
     parameters = dict(model.named_parameters())
     found: dict[str, dict[int, PackedMatrix]] = {}
@@ -130,7 +131,10 @@ def describe(packed: Packed) -> str:
 
 
 class _Chunk(msgspec.Struct, frozen=True):
-    """Rows [start, stop) of the checkpoint tensor `name`, of type `stored`, for rows `targets`."""
+    """Rows [start, stop) of the checkpoint tensor `name`, of type `stored`, for rows `targets`.
+
+    transposed: stored with columns first, and this is all of it.
+    """
 
     name: str
     stored: int
@@ -138,6 +142,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     stop: int
     matrix: PackedMatrix
     targets: npt.NDArray[np.int32]
+    transposed: bool
 
     def pack(self, checkpoint: Checkpoint, library: Library) -> None:
         """On any thread: chunks share no byte."""
@@ -146,7 +151,11 @@ class _Chunk(msgspec.Struct, frozen=True):
             self.matrix.fill(raw, self.targets)
             checkpoint.forget(raw)
             return
-        raw = _bytes(checkpoint.read(self.name, self.start, self.stop))
+        if self.transposed:
+            rows = checkpoint.read(self.name, 0, self.matrix.columns).t()
+        else:
+            rows = checkpoint.read(self.name, self.start, self.stop)
+        raw = _bytes(rows)
         _fill(self.matrix, raw, self.stored, self.targets, library)
 
 
@@ -167,14 +176,14 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     rows, columns = slot.shape
     targets = np.arange(rows, dtype=np.int32)
-    if slot.interleaved_heads and checkpoint.gguf:
-        # Stored as pairs (0, d/2, 1, d/2 + 1, ...) within a head; see pieces.halves.
-        heads = targets.reshape(slot.interleaved_heads, 2, -1)
-        targets = heads.transpose(0, 2, 1).reshape(-1)
-    step = max(1, _CHUNK_BYTES // (4 * columns))
+    order, transposed = slot.order(gguf=checkpoint.gguf), slot.transposed(gguf=checkpoint.gguf)
+    if order:  # row order[i] of a stored head goes to row i of ours
+        places = np.argsort(order).astype(np.int32)
+        targets = (targets.reshape(-1, len(order))[:, :1] + places).reshape(-1)
+    step = rows if transposed else max(1, _CHUNK_BYTES // (4 * columns))
     for start in range(0, rows, step):
         stop = min(rows, start + step)
-        yield _Chunk(name, stored, start, stop, matrix, targets[start:stop])
+        yield _Chunk(name, stored, start, stop, matrix, targets[start:stop], transposed)
 
 
 def _stored_type(name: str, checkpoint: Checkpoint) -> int:

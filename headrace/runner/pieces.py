@@ -17,7 +17,9 @@ _CHUNK_BYTES = 16 * 2**20  # of float32, unless one head is larger
 class Piece(msgspec.Struct, frozen=True):
     """Rows [start, stop) of the checkpoint tensor `name`, for rows of `parameter` from `at` on.
 
-    `heads` > 0: they are whole heads, this many, whose rows are interleaved rotary pairs.
+    `order` not (): they are whole heads, whose rows are put into that order.
+    transposed: the tensor is stored with columns first, and this is all of it.
+    shift: added to every value.
     """
 
     parameter: str
@@ -25,12 +27,19 @@ class Piece(msgspec.Struct, frozen=True):
     name: str
     start: int
     stop: int
-    heads: int
+    order: tuple[int, ...] = ()
+    transposed: bool = False
+    shift: float = 0.0
 
     def read(self, checkpoint: Checkpoint) -> Tensor:
-        """The rows as the parameter has them, in the type that the checkpoint gives."""
-        rows = checkpoint.read(self.name, self.start, self.stop)
-        return halves(rows, self.heads) if self.heads else rows
+        """The rows as the parameter has them, in a plain float type."""
+        if self.transposed:
+            columns = checkpoint.tensors[self.name].shape[0]
+            rows = checkpoint.read(self.name, 0, columns).t()
+        else:
+            rows = checkpoint.read(self.name, self.start, self.stop)
+        rows = ordered(rows, self.order)
+        return rows.float() + self.shift if self.shift else rows
 
     def target(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """The rows of the parameter that this piece fills."""
@@ -41,27 +50,21 @@ def pieces(slot: Slot, name: str, *, gguf: bool) -> Iterator[Piece]:
     """All of the tensor `name`, which goes to `slot`, in the order of its rows."""
     rows = slot.shape[0]
     columns = max(1, torch.Size(slot.shape[1:]).numel())
-    heads = slot.interleaved_heads if gguf else 0
-    unit = rows // heads if heads else 1  # rows that must stay together
+    order, transposed = slot.order(gguf=gguf), slot.transposed(gguf=gguf)
+    unit = len(order) or 1  # rows that must stay together
+    assert not order or unit * slot.heads == rows, f"{name}: heads of {unit} rows"
     step = max(1, _CHUNK_BYTES // (4 * columns * unit)) * unit
-    if len(slot.shape) == 1 and not heads:
+    if transposed or (len(slot.shape) == 1 and not order):
         step = rows
     for start in range(0, rows, step):
         stop = min(rows, start + step)
-        yield Piece(
-            slot.parameter,
-            slot.start + start,
-            name,
-            start,
-            stop,
-            (stop - start) // unit * (heads > 0),
-        )
+        at, shift = slot.start + start, slot.shift(gguf=gguf)
+        yield Piece(slot.parameter, at, name, start, stop, order, transposed, shift)
 
 
-def halves(stored: Tensor, heads: int) -> Tensor:
-    """Rows of each head from interleaved rotary pairs (a0 b0 a1 b1 ...) to (a0 a1 ... b0 b1 ...).
-
-    stored [heads * d, ...] -> the same shape.
-    """
-    pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])
-    return pairs.transpose(1, 2).reshape(stored.shape)
+def ordered(stored: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Rows of each head in the order given: [heads * d, ...] -> the same shape; () = as stored."""
+    if not order:
+        return stored
+    heads = stored.reshape(-1, len(order), *stored.shape[1:])
+    return heads[:, list(order)].reshape(stored.shape)

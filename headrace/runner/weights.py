@@ -37,7 +37,7 @@ def load(
 
     Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
     """
-    by_name = {slot.gguf if checkpoint.gguf else slot.hf: slot for slot in slots}
+    by_name = names_of(slots, checkpoint)
     check(by_name, checkpoint, tied=model.head is None)
     parameters = dict(model.named_parameters())
     todo = [
@@ -62,6 +62,12 @@ def load(
         advance(target.numel() * target.element_size())
 
 
+def names_of(slots: list[Slot], checkpoint: Checkpoint) -> dict[str, Slot]:
+    """The slots by the names that this kind of checkpoint has for them."""
+    named = ((slot.gguf if checkpoint.gguf else slot.hf, slot) for slot in slots)
+    return {name: slot for name, slot in named if name}
+
+
 def check(by_name: dict[str, Slot], checkpoint: Checkpoint, *, tied: bool) -> None:
     """Raises ModelError naming tensors that are missing, unexpected or of the wrong shape."""
     ignored = _OUTPUT_LAYER if tied else ()
@@ -78,7 +84,8 @@ def check(by_name: dict[str, Slot], checkpoint: Checkpoint, *, tied: bool) -> No
         if names
     ]
     for name in sorted(by_name.keys() - missing):
-        stored, wanted = checkpoint.tensors[name].shape, by_name[name].shape
+        stored = checkpoint.tensors[name].shape
+        wanted = by_name[name].stored_shape(gguf=checkpoint.gguf)
         if stored != wanted:
             problems.append(f"{name} has shape {list(stored)}, the config asks {list(wanted)}")
     if problems:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.backends.cpu import attention
-from headrace.backends.cpu.attention import Scratch, StepAttention, attend_reference
+from headrace.backends.cpu.attention import Pattern, Scratch, StepAttention, attend_reference
 from headrace.backends.cpu.kv_store import KvStore
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -63,12 +63,12 @@ class Case:
             self.store, scratch, self.tables, self.starts, self.counts, unwritten or []
         )
 
-    def check(self) -> None:
+    def check(self, pattern: Pattern = Pattern()) -> None:  # noqa: B008 - a tuple
         step = self.step()
         for layer in (1, 0):
-            got = step.attend(layer, self.q, self.k, self.v)
+            got = step.attend(layer, self.q, self.k, self.v, pattern)
             wanted = attend_reference(
-                self.store, layer, self.tables, self.starts, self.counts, self.q
+                self.store, layer, self.tables, self.starts, self.counts, self.q, pattern
             )
             bound = TOLERANCE[self.q.dtype]
             torch.testing.assert_close(got.double(), wanted, rtol=bound, atol=bound)
@@ -104,6 +104,43 @@ def test_random_batches(seed: int) -> None:
         for _ in range(rng.randrange(1, 12))
     ]
     Case(rows, heads=6, kv_heads=3, block_size=rng.choice([1, 3, 16]), seed=seed).check()
+
+
+SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0, 1.0, -0.5])
+PATTERNS = {
+    "window": Pattern(window=5),
+    "window of one": Pattern(window=1),
+    "scale": Pattern(scale=0.7),
+    "soft-cap": Pattern(softcap=2.0),
+    "slopes": Pattern(slopes=(0.5, 0.25, 0.125, 0.1, 0.05, 0.01)),
+    "sinks": Pattern(sinks=SINKS),
+    "all": Pattern(7, 0.4, 3.0, (0.5, 0.2, 0.1, 0.0, 0.3, 0.9), SINKS),
+}
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_patterns(name: str, kv_heads: int) -> None:
+    for rows in (BATCHES[4], [(4, 3), (2, 6), (5, 1), (4, 1), (0, 5), (0, 16)]):
+        Case(rows, heads=6, kv_heads=kv_heads).check(PATTERNS[name])
+
+
+def test_layers_of_several_patterns_share_a_step() -> None:
+    case = Case(BATCHES[4], heads=6, kv_heads=2)
+    step = case.step()
+    for pattern in (*PATTERNS.values(), *PATTERNS.values()):
+        got = step.attend(0, case.q, case.k, case.v, pattern)
+        alone = case.step().attend(0, case.q, case.k, case.v, pattern)
+        assert torch.equal(got, alone)
+
+
+@pytest.mark.parametrize("pattern", [Pattern(), Pattern(window=5)], ids=["all", "window"])
+def test_what_is_written_is_read_without_k_and_v(pattern: Pattern) -> None:
+    case = Case(BATCHES[4], heads=6, kv_heads=2)
+    step = case.step()
+    wanted = step.attend(0, case.q, case.k, case.v, pattern)
+    got = step.attend(0, case.q, None, None, pattern)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_groups_hold_rows_of_similar_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ from headrace.backends.choose import settled
 from headrace.config import Settings
 from headrace.errors import ModelError
 from headrace.models.registry import module_of
+from headrace.models.slots import head_order
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import build, pieces
 from headrace.runner.build import load_model, load_runner
 from headrace.runner.checkpoint import GgufFile, dtypes_of, open_checkpoint
-from headrace.runner.pieces import halves
+from headrace.runner.pieces import ordered
 from headrace.runner.upload import upload
 from headrace.sources.files import ModelFiles
 
@@ -143,7 +144,7 @@ def test_an_upload_by_threads_is_the_same(
     monkeypatch.setattr(pieces, "_CHUNK_BYTES", 4 * 32 * 9)  # a head has 8 rows of 32
     slots = module_of(spec.architecture).slots(spec)
     todo = [piece for slot in slots for piece in pieces.pieces(slot, slot.gguf, gguf=True)]
-    assert {piece.heads for piece in todo} == {0, 1}
+    assert {len(piece.order) for piece in todo} == {0, 8}
     with torch.device(device):
         filled = module_of(spec.architecture).build(spec, dtype)
     parameters = dict(filled.named_parameters())
@@ -311,8 +312,9 @@ def test_halves_undo_the_interleaving() -> None:
     # What llama.cpp's converter does to rows stored as halves.
     stored = rows.reshape(2, 2, 4, 3).swapaxes(1, 2).reshape(16, 3)
     assert not torch.equal(stored, rows)
-    assert torch.equal(halves(stored, 2), rows)
-    assert torch.equal(halves(stored[:, 0], 2), rows[:, 0])
+    order = head_order(8, paired=True)
+    assert torch.equal(ordered(stored, order), rows)
+    assert torch.equal(ordered(stored[:, 0], order), rows[:, 0])
 
 
 # ---------------------------------------------------------------- dummy

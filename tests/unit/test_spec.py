@@ -11,7 +11,8 @@ import pytest
 
 from headrace.errors import ModelError
 from headrace.models import registry
-from headrace.models.spec import Rope, from_gguf, from_hf, read_spec
+from headrace.models.features import features, refuse_missing
+from headrace.models.spec import LayerSpec, Rope, from_gguf, from_hf, read_spec
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, TensorInfo
 
@@ -46,6 +47,13 @@ GGUF: dict[str, Any] = {
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
     "llama.rope.freq_base": 10000.0,
     "llama.rope.dimension_count": 16,
+}
+
+
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 8192,
 }
 
 
@@ -86,25 +94,22 @@ def test_qwen2_has_biases_and_a_window_that_is_off() -> None:
     spec = from_hf(HF | qwen)
     assert spec.qkv_bias
     assert spec.tied
-    with pytest.raises(ModelError, match="sliding_window = 32768"):
-        from_hf(HF | qwen | {"use_sliding_window": True})
+    kinds = from_hf(HF | qwen | {"use_sliding_window": True, "max_window_layers": 30}).kinds
+    assert [layer.window for layer in kinds] == [0] * 30 + [32768] * 2
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope scaling 'mrope'"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor = None"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "tanh"}, "hidden_act = 'tanh'"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, "experts"),
         ({"layer_types": ["linear_attention"]}, "linear_attention"),
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*known: .*LlamaForCausalLM"),
+        ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM.*known: .*LlamaForCausalLM"),
         ({"architectures": []}, r"\(none\)"),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"hidden_size": "big"}, "hidden_size = 'big'"),
@@ -118,10 +123,12 @@ def test_what_is_refused_is_named(changes: dict[str, Any], named: str) -> None:
         from_hf(HF | changes)
 
 
-def test_mistral_without_a_window() -> None:
+def test_mistral_windows() -> None:
     mistral = HF | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
-    assert from_hf(mistral).layers == 32
-    assert from_hf(mistral | {"sliding_window": 131072}).layers == 32, "it hides nothing"
+    assert from_hf(mistral).kinds == ()
+    assert from_hf(mistral | {"sliding_window": 131072}).kinds == (), "it hides nothing"
+    assert from_hf(mistral | {"sliding_window": 4096}).kinds == (LayerSpec(window=4096),) * 32
+    assert from_hf(HF | {"sliding_window": 4096}).kinds == (), "Llama has none"
 
 
 def test_ids_are_what_the_tokenizer_knows(tmp_path: Path) -> None:
@@ -175,16 +182,16 @@ def test_gguf_rope() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        (YARN | {"llama.rope.scaling.original_context_length": None}, "original_context_length"),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
-        ({"llama.attention.sliding_window": 4096}, "sliding_window = 4096"),
         ({"llama.expert_count": 8}, "experts"),
-        ({"llama.rope.dimension_count": 8}, "a part of the head"),
+        ({"llama.rope.dimension_count": 18}, "dimension_count = 18"),
         ({"llama.attention.value_length": 8}, "values shorter"),
         ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv for each layer"),
         ({"llama.attention.head_count": [4, 4]}, "head_count for each layer"),
         ({"llama.block_count": None}, "llama.block_count = None"),
-        ({"general.architecture": "gemma3"}, "gemma3.*known: .*qwen2"),
+        ({"general.architecture": "rwkv7"}, "rwkv7.*known: .*qwen2"),
     ],
 )
 def test_what_gguf_features_are_refused(changes: dict[str, Any], named: str) -> None:
@@ -206,12 +213,25 @@ def test_padding_of_a_gguf_vocabulary_is_no_id() -> None:
     assert from_gguf(header()).vocab_size == 48
 
 
+# ---------------------------------------------------------------- features
+
+
+def test_a_backend_refuses_what_it_does_not_compute() -> None:
+    spec = from_hf(HF | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096})
+    assert features(spec) == ["sliding window"]
+    assert features(from_hf(HF)) == []
+    refuse_missing(spec, {"sliding window"}, "cpu")
+    message = "needs what backend = cuda does not compute: sliding window"
+    with pytest.raises(ModelError, match=f"MistralForCausalLM {message}"):
+        refuse_missing(spec, (), "cuda")
+
+
 # ---------------------------------------------------------------- registry
 
 
 def test_an_architecture_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
-    registry.register("NewForCausalLM", registry.Family("headrace.models.qwen2", qkv_bias=True))
+    registry.register("NewForCausalLM", registry.Family("headrace.models.qwen2"))
     assert from_hf(HF | {"architectures": ["NewForCausalLM"]}).qkv_bias
     assert registry.module_of("NewForCausalLM").__name__ == "headrace.models.qwen2"  # type: ignore[attr-defined]
 

@@ -101,13 +101,16 @@ class TorchForward:
             batch.counts,
             batch.unwritten,
         )
-        rotary = self._model.rotary(step.positions, self._model.dtype)
+        turns = {
+            name: rotary(step.positions, self._model.dtype)
+            for name, rotary in self._model.rotaries.items()
+        }
         tokens = batch.last_tokens()
         wanted = None
         self._last = None
         if len(tokens) < batch.ids.numel() and not batch.whole:
             wanted = Wanted(tokens, self._alone(batch) if tokens else step)
-        ops = TorchOps(batch.ids, step, rotary, wanted)
+        ops = TorchOps(batch.ids, step, turns, wanted)
         hidden = self._model(ops)
         if batch.whole:
             self._last = hidden, ops

@@ -18,15 +18,27 @@ from torch import Tensor
 
 from headrace.backends.cpu.forward import AGAIN_BYTES, Batch, Peaks
 from headrace.backends.cpu.kv_store import KvStore
-from headrace.models.layers import Decoder, Embedding, Linear, RMSNorm, SwiGLU
+from headrace.models.layers import (
+    Attention,
+    Decoder,
+    Embedding,
+    GatedMlp,
+    Linear,
+    Mlp,
+    Norm,
+    RMSNorm,
+)
 from headrace.native import library as abi
 from headrace.native.library import Op, Step
 from headrace.native.pool import Pool
 from headrace.native.weights import PLAIN_TYPES, PackedMatrix
 
+_REFUSED = "refused at load: see COMPUTES"
 _FIRST_ROOM = 256  # tokens; grows to the largest step seen
 
 _TYPES = {"best": torch.int64, "finite": torch.int32}  # of an op's tensors that are not float32
+
+COMPUTES: frozenset[str] = frozenset()  # of `models.features`: only the plain decoder
 
 Weights = Mapping[str, Sequence[PackedMatrix]]  # parameter name -> matrices, in order of rows
 
@@ -75,18 +87,19 @@ class Recorder:
         self._rows = 0  # OF_HEAD from `narrow` on: a flag of every op
         self._head = "embed.weight" if model.head is None else "head.weight"
 
-    def embed(self, embedding: Embedding) -> Tensor:
+    def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """See `Ops`."""
+        assert positions is None, _REFUSED
         matrices = self._weights[self._names[id(embedding)] + ".weight"]
         out = self._buffers.x
         self._add(abi.EMBED, matrices, {"out": out})
         return out
 
-    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+    def qkv(self, attention: Attention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """See `Ops`; q stays beside k and v: [T, heads + 2 kv_heads, d]."""
         b = self._buffers
         self._product(x, norm, linear, b.qkv)
-        self._add(abi.ROTATE, (), {"out": b.qkv, **self._cache(layer)})
+        self._add(abi.ROTATE, (), {"out": b.qkv, **self._cache(attention.layer)})
         return b.qkv
 
     def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,26 +113,30 @@ class Recorder:
         self._add(abi.GATHER, (), {"x": x, "out": out}, width=x.shape[1])
         return out
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, attention: Attention, q: Tensor) -> Tensor:
         """See `Ops`."""
         y = self._buffers.y
-        self._add(abi.ATTEND, (), {"x": q, "out": y, **self._cache(layer)})
+        self._add(abi.ATTEND, (), {"x": q, "out": y, **self._cache(attention.reads)})
         return self._gather(y, self._buffers.chosen_y) if self._rows else y
 
-    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear, post: Norm | None) -> Tensor:
         """See `Ops`; in place."""
+        assert post is None, _REFUSED
         self._product(y, None, linear, x, flags=abi.ADD)
         return x
 
-    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
+    def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
         """See `Ops`; in place."""
+        assert isinstance(mlp, GatedMlp), _REFUSED
+        assert post is None, _REFUSED
         gated = self._buffers.gated
         self._product(x, norm, mlp.gate_up, gated, kind=abi.GATED)
         self._product(gated, None, mlp.down, x, flags=abi.ADD)
         return x
 
-    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+    def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """See `Ops`; x of all tokens too: the step says which rows are chosen."""
+        assert not softcap, _REFUSED
         if not self._rows:
             self._rows = abi.OF_HEAD
             x = self._gather(x, self._buffers.chosen)
@@ -137,7 +154,7 @@ class Recorder:
     def _product(
         self,
         x: Tensor,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         linear: Linear,
         out: Tensor,
         *,
@@ -164,9 +181,10 @@ class Recorder:
         plain = any(matrix.ggml_type in PLAIN_TYPES for matrix in matrices)
         return abi.EXACT if self._exact or plain else 0
 
-    def _quantise(self, x: Tensor, norm: RMSNorm | None, flags: int) -> None:
+    def _quantise(self, x: Tensor, norm: Norm | None, flags: int) -> None:
         tensors, epsilon = {"x": x}, 0.0
         if norm is not None:
+            assert isinstance(norm, RMSNorm), _REFUSED
             tensors["weight"], epsilon = norm.weight, norm.eps
         width = x.shape[1]
         self._add(abi.QUANTISE, (), tensors, flags=flags, width=width, epsilon=epsilon, acts=True)
@@ -229,7 +247,7 @@ class NativeForward:
     ) -> None:
         self._model, self._weights, self._store, self.pool = model, weights, store, pool
         self._exact = exact
-        cosines, sines = model.rotary(torch.arange(positions), torch.float32)
+        cosines, sines = model.rotaries["global"](torch.arange(positions), torch.float32)
         self._cosines, self._sines = cosines.contiguous(), sines.contiguous()
         self._kv_type = abi.KV_TYPES[str(store.k[0].dtype).removeprefix("torch.")]
         self._record(_FIRST_ROOM, rows)

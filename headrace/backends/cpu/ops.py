@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.cpu.attention import StepAttention
-from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU, rotate
+from headrace.backends.cpu.attention import Pattern, StepAttention
+from headrace.models.layers import Attention, Embedding, Linear, Mlp, Norm
+from headrace.models.positions import rotate
+
+# What of `models.features` is computed here.
+COMPUTES = frozenset({
+    "scaled embedding", "learned positions", "layer norm", "wide norms", "post norms",
+    "clipped q, k and v", "q and k norms", "layers without rotary embedding",
+    "two rotary embeddings", "rotary frequencies by length", "shared K and V", "sliding window",
+    "scaled scores", "soft-capped scores", "attention sinks", "ALiBi", "output bias",
+    "MLP without a gate", "MLP of gelu", "MLP of gelu_tanh", "MLP of relu", "MLP of clamped",
+    "MLP bias", "layers of several widths", "soft-capped logits",
+})  # fmt: skip
+
+Turns = Mapping[str, tuple[Tensor, Tensor]]  # LayerSpec.rope -> cos and sin, each [T, 1, d/2]
 
 
 class Wanted(NamedTuple):
@@ -20,60 +35,79 @@ class Wanted(NamedTuple):
 
 
 class TorchOps:
-    """ids [T] int64; rotary: cos and sin, each [T, 1, d/2]; wanted: None = every token is."""
+    """ids [T] int64; wanted: None = every token is."""
 
     def __init__(
-        self,
-        ids: Tensor,
-        step: StepAttention,
-        rotary: tuple[Tensor, Tensor],
-        wanted: Wanted | None = None,
+        self, ids: Tensor, step: StepAttention, turns: Turns, wanted: Wanted | None = None
     ) -> None:
-        self._ids, self._step, self._rotary, self._wanted = ids, step, rotary, wanted
+        self._ids, self._step, self._turns, self._wanted = ids, step, turns, wanted
         self._fresh: tuple[Tensor, Tensor] | None = None  # k and v between `qkv` and `attend`
         self._layer = -1  # of the last `qkv`
 
-    def embed(self, embedding: Embedding) -> Tensor:
+    def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """-> x [T, hidden]."""
-        return F.embedding(self._ids, embedding.weight)
+        x = F.embedding(self._ids, embedding.weight)
+        if embedding.scale != 1.0:
+            x = x * torch.tensor(embedding.scale, dtype=x.dtype)
+        if positions is not None:
+            x = x + F.embedding(self._step.positions, positions.weight)
+        return x
 
-    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+    def qkv(self, attention: Attention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """-> q [T, heads, d]; k and v reach the cache with `attend`."""
-        store = self._step.store
-        out = linear(norm(x)).view(x.shape[0], -1, store.head_dim)
-        turned = rotate(out[:, : -store.kv_heads], *self._rotary)
-        self._fresh = turned[:, -store.kv_heads :], out[:, -store.kv_heads :]
-        self._layer = layer
-        return turned[:, : -store.kv_heads]
+        out: Tensor = linear(norm(x)).view(x.shape[0], -1, attention.head_dim)
+        if attention.clip:
+            out = out.clamp(-attention.clip, attention.clip)
+        heads, turned = attention.heads, out[:, : attention.heads + attention.kv_heads]
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = attention.q_norm(turned[:, :heads]), turned[:, heads:]
+            turned = torch.cat((q, attention.k_norm(k)), 1) if attention.own else q
+        if attention.rope != "none":
+            turned = rotate(turned, *self._turns[attention.rope])
+        v = out[:, heads + attention.kv_heads :]
+        self._fresh = (turned[:, heads:], v) if attention.own else None
+        self._layer = attention.layer
+        return turned[:, :heads]
 
     def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops`."""
         if self._wanted is None:
             return x, q
-        assert self._fresh is not None, "narrow() follows qkv()"
-        self._step.write(self._layer, *self._fresh)
+        if self._fresh is not None:
+            self._step.write(self._layer, *self._fresh)
         tokens, self._step = self._wanted
-        k, v = self._fresh
-        self._fresh = k[tokens], v[tokens]
+        if self._fresh is not None:
+            k, v = self._fresh
+            self._fresh = k[tokens], v[tokens]
         return x[tokens], q[tokens]
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, attention: Attention, q: Tensor) -> Tensor:
         """-> [T, heads * d]."""
-        assert self._fresh is not None, "attend() follows qkv()"
-        k, v = self._fresh
+        assert (self._fresh is not None) == attention.own, "attend() follows qkv()"
+        pattern = Pattern(
+            attention.window,
+            attention.scale,
+            attention.softcap,
+            attention.slopes,
+            attention.sinks,
+        )
+        k, v = self._fresh or (None, None)
         self._fresh = None
-        return self._step.attend(layer, q, k, v)
+        return self._step.attend(attention.reads, q, k, v, pattern)
 
-    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        """-> x + linear(y)."""
-        added: Tensor = x + linear(y)
-        return added
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear, post: Norm | None) -> Tensor:
+        """-> x + post(linear(y))."""
+        added: Tensor = linear(y)
+        return x + (added if post is None else post(added))
 
-    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
-        """-> x + mlp(norm(x))."""
-        added: Tensor = x + mlp(norm(x))
-        return added
+    def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
+        """-> x + post(mlp(norm(x)))."""
+        added: Tensor = mlp(norm(x))
+        return x + (added if post is None else post(added))
 
-    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+    def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """-> logits [n, vocab] float32."""
-        return F.linear(norm(x), weight).float()
+        logits = F.linear(norm(x), weight)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits.float()

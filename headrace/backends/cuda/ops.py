@@ -26,7 +26,10 @@ from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.silu_mul import silu_mul
-from headrace.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+from headrace.models.layers import Attention, Embedding, GatedMlp, Linear, Mlp, Norm, RMSNorm
+
+COMPUTES: frozenset[str] = frozenset()  # of `models.features`: only the plain decoder
+_REFUSED = "refused at load: see COMPUTES"
 
 # kind, m tokens, N and K of a weight -> configuration of the kernel for few tokens; None: the
 # library is faster. See `kernels.tuned.choose`.
@@ -83,7 +86,8 @@ class CudaOps:
         place = self._place
         return {"config": config, "workspace": place.workspace, "with_pdl": place.pdl}
 
-    def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        assert isinstance(norm, RMSNorm), _REFUSED
         out = self._place.buffers.normed[: x.shape[0]]
         return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl)
 
@@ -92,8 +96,9 @@ class CudaOps:
         out = self._place.buffers.scale[: x.shape[0]]
         return inverse_rms(x, norm.eps, out=out, with_pdl=self._place.pdl)
 
-    def embed(self, embedding: Embedding) -> Tensor:
+    def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
+        assert positions is None, _REFUSED
         x = self._place.buffers.x[: self._tokens]
         begin(
             self._ids,
@@ -106,10 +111,11 @@ class CudaOps:
         )
         return x
 
-    def qkv(self, layer: int, x: Tensor, norm: RMSNorm, weights: Linear) -> Tensor:
+    def qkv(self, attention: Attention, x: Tensor, norm: Norm, weights: Linear) -> Tensor:
         """-> q [T, heads, d]; k and v are in the cache."""
+        assert isinstance(norm, RMSNorm), _REFUSED
         place, n = self._place, self._tokens
-        k, v = place.store.k[layer], place.store.v[layer]
+        k, v = place.store.k[attention.layer], place.store.v[attention.layer]
         out = place.buffers.q[:n]
         config = self._config("qkv", n, weights.weight)
         if config is not None:
@@ -163,15 +169,16 @@ class CudaOps:
             torch.index_select(q, 0, wanted.places, out=chosen_q)
         return chosen, chosen_q
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, attention: Attention, q: Tensor) -> Tensor:
         """-> [T, heads * d]."""
-        store = self._place.store
+        store, layer = self._place.store, attention.reads
         out = self._place.buffers.attended[: self._tokens]
         out = self._attention.attend(q, store.k[layer], store.v[layer], out)
         return out.view(self._tokens, -1)
 
-    def add_linear(self, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
+    def add_linear(self, x: Tensor, y: Tensor, weights: Linear, post: Norm | None) -> Tensor:
         """-> x + linear(y), in place."""
+        assert post is None, _REFUSED
         return self._add("out", x, y, weights)
 
     def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
@@ -189,8 +196,11 @@ class CudaOps:
             x += weights.bias
         return x.addmm_(y, weights.weight.t())
 
-    def add_mlp(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> Tensor:
+    def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
         """-> x + mlp(norm(x)), in place."""
+        assert isinstance(norm, RMSNorm), _REFUSED
+        assert isinstance(mlp, GatedMlp), _REFUSED
+        assert post is None, _REFUSED
         buffers, n = self._place.buffers, self._tokens
         weight = mlp.gate_up.weight
         config = self._config("gate_up", n, weight)
@@ -203,7 +213,7 @@ class CudaOps:
             self._add_mlp_rows(x[n * piece // pieces : n * (piece + 1) // pieces], norm, mlp)
         return x
 
-    def _add_mlp_rows(self, x: Tensor, norm: RMSNorm, mlp: SwiGLU) -> None:
+    def _add_mlp_rows(self, x: Tensor, norm: RMSNorm, mlp: GatedMlp) -> None:
         """x += mlp(norm(x)) for as many rows as the buffers hold, by the library's products."""
         rows, buffers, weight = x.shape[0], self._place.buffers, mlp.gate_up.weight
         both, inner = buffers.gate_up[:rows], buffers.inner[:rows]
@@ -212,8 +222,10 @@ class CudaOps:
         silu_mul(both, scale=scale, out=inner, with_pdl=self._place.pdl)
         self._add("down", x, inner, mlp.down)
 
-    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+    def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
+        assert isinstance(norm, RMSNorm), _REFUSED
+        assert not softcap, _REFUSED
         n = x.shape[0]
         out = self._place.buffers.logits[:n]
         config = self._config("head", n, weight)
