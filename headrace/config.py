@@ -79,6 +79,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_schema_bytes: Annotated[int, Meta(ge=1, le=256 * 1024)] = 256 * 1024
     strict: bool = False
     cors_origin: tuple[str, ...] = ()
+    response_store_count: Natural = 1000
+    response_store_bytes: Positive = 64 * 2**20
+    response_store_ttl_s: SomeSeconds = 3600.0
     restart: bool = False
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -142,6 +145,9 @@ HELP: Mapping[str, str] = {
     "max_schema_bytes": "largest schema, grammar or other description of an answer's form",
     "strict": "refuse unknown fields of a request instead of naming them in a header",
     "cors_origin": "origin whose web pages may call this server (* = all); default: none may",
+    "response_store_count": "most responses of /v1/responses that are kept; 0 = none",
+    "response_store_bytes": "most bytes that they may take, conversations included",
+    "response_store_ttl_s": "seconds after which a kept response is forgotten",
     "restart": "start the engine again when it dies, instead of ending the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",

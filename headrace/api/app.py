@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from headrace.api import chat, completions, health, messages, models, tokenize
+from headrace.api import chat, completions, health, messages, models, responses, tokenize
 from headrace.api.edge import Edge
 from headrace.api.errors import handle
 from headrace.api.exchange import Exchanges
@@ -25,6 +25,10 @@ from headrace.errors import HeadraceError
 ROUTES = (
     Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
     Route("/v1/completions", completions.completions, methods=["POST"]),
+    Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/responses/{id}", responses.retrieve),
+    Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+    Route("/v1/responses/{id}/input_items", responses.list_input),
     Route("/v1/messages", messages.create, methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/models", models.list_models),
@@ -46,6 +50,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await service.responses.start()
         await service.client.start()
         await service.client.first_pulse()
         sweep = asyncio.create_task(exchanges.sweep())
@@ -55,6 +60,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
             sweep.cancel()
             await asyncio.gather(sweep, return_exceptions=True)
             await service.client.close()
+            await service.responses.close()
 
     app = Starlette(
         routes=ROUTES,
@@ -74,7 +80,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
     return CORSMiddleware(  # outside: a preflight has no key, and a refusal must be readable
         edge,
         allow_origins=settings.cors_origin,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after", IGNORED],
     )

@@ -14,7 +14,8 @@ from headrace.text.parts import Part
 
 class Events:
     """The bytes of one stream: begin; opened once a prompt; text, parts, told as they come; finish
-    once a choice; end. Or, when the request fails after the first byte, failed instead of the rest.
+    once a choice; ended, end. Or, when the request fails after the first byte, failed instead of
+    the rest.
 
     Every bytes is one or more whole events, b"" none. continuous_usage: every event has the counts.
     """
@@ -36,6 +37,9 @@ class Events:
     def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
         """A choice ended: `stop`, `length` or `tool_calls`."""
         raise NotImplementedError
+
+    async def ended(self, answer: Answer) -> None:
+        """All choices ended as they should: what must be done before `end` can say so."""
 
     def end(self, answer: Answer) -> bytes:
         """All choices ended; `answer` has the usage."""

@@ -55,7 +55,7 @@ def serve(
     client = EngineClient(folder, worker, engine_timeout_s=settings.engine_timeout_s)
     card = read_card(files)
     tokenizer = load_tokenizer(files, card, optional=settings.load_format == "dummy")
-    service = Service(settings, name, card, tokenizer, client, metrics, worker)
+    service = Service(settings, name, card, tokenizer, client, metrics, worker, folder)
     client.on_done = service.on_done
     connections = Connections(settings.receive_timeout_s, settings.stall_timeout_s)
 

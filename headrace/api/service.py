@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from headrace import __version__
+from headrace.api.response_store import ResponseStore
 from headrace.asked import Sampler
 from headrace.config import Settings
 from headrace.draws import parse_defaults
@@ -36,7 +38,9 @@ class Service:
         client: EngineClient,
         metrics: ApiMetrics,
         worker: int = 0,
+        folder: Path | None = None,
     ) -> None:
+        """folder: of the server, shared by its processes; None: there is only this one."""
         self.settings = settings
         self.name = name
         self.card = card
@@ -53,6 +57,12 @@ class Service:
         special = sorted(tokenizer.special_ids)
         self.checker = Checker(
             [tokenizer.id_to_bytes(i).decode("utf-8", "replace") for i in special]
+        )
+        self.responses = ResponseStore(
+            folder,
+            settings.response_store_count,
+            settings.response_store_bytes,
+            settings.response_store_ttl_s,
         )
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 

@@ -68,7 +68,7 @@ class EventStream:
                     data = await self._next()
                     while not data and not tokens.done:
                         data = await self._next()
-                data = self._last()
+                data = await self._last()
             except ClientGone as gone:
                 self._exchange.error = gone
                 return
@@ -144,8 +144,9 @@ class EventStream:
             return event
         return self._events.with_usage(event, self._answer.usage())
 
-    def _last(self) -> bytes:
+    async def _last(self) -> bytes:
         self._answer.check()
+        await self._events.ended(self._answer)
         return self._events.end(self._answer)
 
 
