@@ -89,6 +89,9 @@ def build_engine(
         block_size=facts.block_size,
         kv_blocks=facts.kv_blocks[0],
         kernels=facts.kernels,
+        width=facts.width,
+        labels=facts.labels,
+        generates=facts.generates,
     )
 
 

@@ -18,6 +18,12 @@ import msgspec
 
 Reason = Literal["stop", "length", "abort", "error"]
 
+# What becomes of a prompt that asks for a vector: the mean of the last hidden states (after the
+# last norm) of all its tokens, that of its last token, or what the classification head says there.
+Pooling = Literal["mean", "last", "scores"]
+# The same of one chunk of it, as a runner is asked: the mean comes as sums.
+Pool = Literal["sum", "last", "scores"]
+
 NO_TOKEN_ALLOWED = "no token is allowed"  # StepResult.failed: rules and masks left none
 EVERY = -1  # Done.handle: all of this API process's live requests are gone (it was silent too long)
 
@@ -126,6 +132,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     arrived_s: float = 0.0  # time.monotonic() at HTTP arrival (one clock a machine)
     prompt_logprobs: int = -1  # as Sampling.logprobs, for prompt tokens 1, 2, ...; no cache is read
     grammar: Grammar | None = None
+    pooling: Pooling | None = None  # one `Vector` answers it, and no token: max_tokens is 0, n is 1
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -185,6 +192,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     entries: list[Logprobs]
 
 
+class Vector(msgspec.Struct, frozen=True, array_like=True):
+    """What a request with `pooling` gets, once, before its Done with "stop"."""
+
+    handle: int
+    values: bytes  # float32, little-endian: as many as the model's width, or its labels
+
+
 class TokenOut(msgspec.Struct, array_like=True):
     """All that one step has for one API process: columns of equal length, then ends, then dones.
 
@@ -199,6 +213,7 @@ class TokenOut(msgspec.Struct, array_like=True):
     dones: list[Done]
     logprobs: list[Logprobs | None] = []
     prompt_logprobs: list[PromptLogprobs] = []
+    vectors: list[Vector] = []
 
 
 class KernelsInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -220,6 +235,9 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     block_size: int
     kv_blocks: int
     kernels: KernelsInfo | None = None  # None: the backend has no choice of them
+    width: int = 0  # of a hidden state; 0 = no request with `pooling` can be served
+    labels: int = 0  # of the classification head; 0 = the model has none
+    generates: bool = True  # False: it has no output layer, every request must have `pooling`
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True):
@@ -267,7 +285,7 @@ class Output:
 
     NONE = 0  # KV only
     SAMPLE = 1  # logits of its last position, for the draws that name it
-    POOL = 2  # reserved: hidden states, for embeddings
+    POOL = 2  # a vector, as `StepPlan.pools` says
     PROMPT_LOGPROBS = 3  # as SAMPLE, and what `StepPlan.prompts` says of it
 
 
@@ -308,6 +326,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # (forward row, how many most likely tokens, id after its last token or -1): the log-probability
     # of each id in its place, given what stands before it. Only rows of output PROMPT_LOGPROBS.
     prompts: list[tuple[int, int, int]] = []
+    # (forward row, what of its last hidden states). Only rows of output POOL, each once.
+    pools: list[tuple[int, Pool]] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -315,6 +335,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     logprobs is a column beside tokens, or [] when no draw asks. prompt_logprobs[i] answers
     plan.prompts[i]: ids[1], ids[2], ... of its forward row, then the id after it unless -1.
+    vectors[i] answers plan.pools[i]: float32, little-endian, [width], of scores [labels].
     """
 
     step: int
@@ -323,3 +344,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     busy_s: float = 0.0  # time the device worked on this step: CUDA events; processor time on a CPU
     logprobs: list[Logprobs | None] = []
     prompt_logprobs: list[list[Logprobs]] = []
+    vectors: list[bytes] = []

@@ -365,6 +365,7 @@ def _beyond(message: Submit) -> str:
         "top_n_sigma": s.top_n_sigma > 0,
         "log-probabilities": s.logprobs >= 0 or message.prompt_logprobs >= 0,
         "grammar": message.grammar,
+        "pooling": message.pooling,
     }
     return next((name for name, asked in wanted.items() if asked), "")
 

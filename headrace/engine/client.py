@@ -30,6 +30,7 @@ from headrace.messages import (
     Finish,
     Grammar,
     Logprobs,
+    Pooling,
     Pulse,
     Sampling,
     Submit,
@@ -66,6 +67,7 @@ class Job(msgspec.Struct, frozen=True):
     adapter: str = ""
     grammar: Grammar | None = None
     prompt_logprobs: int = -1
+    pooling: Pooling | None = None
 
 
 class Delta(msgspec.Struct):
@@ -102,6 +104,7 @@ class TokenStream:
         "last_token_s",
         "n",
         "prompt_logprobs",
+        "vectors",
     )
 
     def __init__(self, client: EngineClient, n: int, arrived_s: float) -> None:
@@ -121,6 +124,7 @@ class TokenStream:
         self.cached_tokens = 0
         # prompt index -> of its tokens 1, 2, ... as far as they came; complete before any token
         self.prompt_logprobs: dict[int, list[Logprobs]] = {}
+        self.vectors: dict[int, bytes] = {}  # prompt index -> `messages.Vector.values`
 
     @property
     def done(self) -> bool:
@@ -152,6 +156,15 @@ class TokenStream:
         if self._error is not None:
             raise self._error
         return []
+
+    async def pooled(self) -> list[bytes]:
+        """Wait for the vectors of jobs with `pooling`, by prompt: float32, little-endian.
+
+        Raises whatever ended one of them early.
+        """
+        while not self.done:
+            await self.take()
+        return [self.vectors[prompt] for prompt in range(len(self._handles))]
 
     def finish(self, index: int, n_tokens: int) -> None:
         """The text of choice `index` matched a stop string after its first `n_tokens` tokens."""
@@ -344,6 +357,7 @@ class EngineClient:
                 arrived_s=arrived_s,
                 grammar=job.grammar,
                 prompt_logprobs=job.prompt_logprobs,
+                pooling=job.pooling,
             )
             if not self._send(submit):
                 stream.abort()
@@ -394,6 +408,10 @@ class EngineClient:
             route = routes.get(piece.handle)
             if route is not None and not route[0].closed:
                 route[0].push_prompt(route[1] // route[0].n, piece.entries)
+        for vector in out.vectors:
+            route = routes.get(vector.handle)
+            if route is not None and not route[0].closed:
+                route[0].vectors[route[1] // route[0].n] = vector.values
         reports = out.logprobs or _NONE
         columns = zip(out.handles, out.choices, out.tokens, reports, strict=False)
         for handle, choice, token, entry in columns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.engine.request import Sequence
 from headrace.engine.shares import Costs
 from headrace.kv.cache import Grant
-from headrace.messages import Grow, Join, Output, StepPlan
+from headrace.messages import Grow, Join, Output, Pool, StepPlan
 
 
 class Flight:
@@ -43,6 +43,7 @@ class Draft:
         "_grows",
         "_ids",
         "_outputs",
+        "_pools",
         "_prefills",
         "_prompts",
         "_unwritten",
@@ -70,6 +71,7 @@ class Draft:
         self._draw_from: list[int] = []
         self._draw_into: list[int] = []
         self._prompts: list[tuple[int, int, int]] = []
+        self._pools: list[tuple[int, Pool]] = []
 
     def join(self, sequence: Sequence) -> None:
         """The sequence takes its device row."""
@@ -107,6 +109,8 @@ class Draft:
         output = Output.SAMPLE if samples else Output.NONE
         if sequence.unscored:
             output = self._score(sequence, start + count, output)
+        if sequence.pooling is not None:
+            output = self._pool(sequence, complete=samples)
         if unwritten:
             self._unwritten.append(len(self.rows))
         self.rows.append(sequence.row)
@@ -126,9 +130,22 @@ class Draft:
         self._prompts.append((len(self.rows), top, after))
         return Output.PROMPT_LOGPROBS
 
+    def _pool(self, sequence: Sequence, *, complete: bool) -> int:
+        """What the row added next yields of its hidden states: of all tokens, or of the last."""
+        if sequence.pooling == "mean":
+            self._pools.append((len(self.rows), "sum"))
+        elif complete:
+            assert sequence.pooling is not None, "a sequence that yields tokens"
+            self._pools.append((len(self.rows), sequence.pooling))
+        else:
+            return Output.NONE
+        return Output.POOL
+
     def draw(self, sequences: list[Sequence]) -> None:
-        """One draw for each, from the forward row added last."""
+        """One draw for each that yields tokens, from the forward row added last."""
         for sequence in sequences:
+            if sequence.pooling is not None:
+                continue
             self._draw_from.append(len(self.rows) - 1)
             self._draw_into.append(sequence.row)
             self._drawers.append(sequence)
@@ -150,5 +167,6 @@ class Draft:
             self._draw_from,
             self._draw_into,
             prompts=self._prompts,
+            pools=self._pools,
         )
         return Flight(plan, self.decoders, self._prefills, self._drawers)

@@ -94,6 +94,9 @@ class Capacity(msgspec.Struct, frozen=True):
     cost: StepCost | None = None  # None: the time of a step is not known beforehand
     kernels: KernelsInfo | None = None  # None: the backend has no choice of them
     work: StepWork = StepWork()
+    width: int = 0  # of a hidden state; 0 = it yields none
+    labels: int = 0  # of the classification head; 0 = there is none
+    generates: bool = True  # False: there is no output layer, and nothing can be drawn
 
 
 class Masks(NamedTuple):

@@ -14,6 +14,7 @@ from headrace.engine.compiling import Compiling
 from headrace.engine.draft import Flight
 from headrace.engine.meter import Meter
 from headrace.engine.outbox import Outbox
+from headrace.engine.pooling import refuse_pooling, vector_of
 from headrace.engine.protocol import Capacity, Grammars, Matcher
 from headrace.engine.request import NO_ROW, Request, Sequence
 from headrace.engine.scheduler import Scheduler
@@ -37,6 +38,7 @@ from headrace.messages import (
     Rules,
     StepResult,
     Submit,
+    Vector,
 )
 
 _NONE: Iterable[None] = repeat(None)  # never ends: the report column of a step that has none
@@ -104,8 +106,9 @@ class Registry:
         """Raise what is wrong with a submit: what can never run, a live handle, a full queue."""
         if submit.handle in self._requests.get(owner, ()):
             raise InvalidRequest(f"handle {submit.handle} is already live", param="handle")
+        refuse_pooling(submit, self._capacity)
         prompt, most = len(submit.prompt), submit.max_tokens
-        if prompt < 1 or most < 1 or submit.n < 1:
+        if prompt < 1 or most < (submit.pooling is None) or submit.n < 1:
             raise InvalidRequest(
                 f"{prompt} prompt tokens, max_tokens {most}, n {submit.n}: each must be at least 1"
             )
@@ -140,7 +143,8 @@ class Registry:
                 f"of {longest} tokens",
                 param="max_tokens",
             )
-        if self._kv.blocks_for(total - 1) > self._kv.size:  # the last token is drawn, not computed
+        computed = max(prompt, total - 1)  # the last token is drawn, not computed
+        if self._kv.blocks_for(computed) > self._kv.size:
             raise ContextTooLong(
                 f"{prompt} prompt tokens + max_tokens {most} = {total} exceed the KV cache of "
                 f"{self._kv.size * self._kv.block_size} tokens",
@@ -200,6 +204,8 @@ class Registry:
             if sequence.row != NO_ROW:
                 sequence.computed = starts[i] + counts[i]
                 self._kv.commit(sequence.table, sequence.tokens, sequence.computed)
+        if plan.pools:
+            self._pass_vectors(flight, result, now)
         for j, sequence in enumerate(flight.drawers, decodes):
             if not sequence.ended:
                 entry = result.logprobs[j] if result.logprobs else None
@@ -218,6 +224,24 @@ class Registry:
             out.prompt_logprobs.append(
                 PromptLogprobs(sequence.handle, first + known, entries[known:])
             )
+
+    def _pass_vectors(self, flight: Flight, result: StepResult, now: float) -> None:
+        """Vectors that are complete: each ends its request with "stop"."""
+        plan, decodes = flight.plan, len(flight.decoders)
+        for (row, _), values in zip(plan.pools, result.vectors, strict=True):
+            sequence, start = flight.prefills[row - decodes], plan.starts[row]
+            if sequence.ended:
+                continue
+            request = sequence.request
+            try:
+                vector = vector_of(sequence, values, start, start + plan.counts[row])
+            except HeadraceError as error:
+                self._end_all(request, "error", error.code, error.message)
+                continue
+            if vector is not None:
+                request.first_token_s = request.last_token_s = now
+                self.outbox.of(sequence.owner).vectors.append(Vector(sequence.handle, vector))
+                self._end(sequence, "stop")
 
     def _apply_decodes(
         self,

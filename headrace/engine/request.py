@@ -14,8 +14,9 @@ draw in flight for a position that is known by then is dropped.
   base      len(tokens) when it was last admitted, or when its grammar last forced tokens: what is
             at or after it was drawn into its row
   room      the token at this position needs another look at memory (or is the last one)
-  limit     prompt + max_tokens
+  limit     prompt + max_tokens; where a vector is asked for, that counts as one token
   scored    newest prompt token whose log-probability was passed on (0: none; token 0 has none)
+  pooled    sum of the hidden states that finished steps have computed since its position 0
   settled   newest step that may still hold a draw of it when it lost its row: until that step has
             finished, `tokens` is not all that was drawn, and it cannot be admitted again
 
@@ -26,10 +27,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.engine.policy import Key, Policy, order_key
 from headrace.engine.protocol import Matcher
 from headrace.kv.cache import Table
-from headrace.messages import Reason, Submit
+from headrace.messages import Pooling, Reason, Submit
 
 NO_ROW = -1
 
@@ -51,6 +55,8 @@ class Sequence:
         "owner",
         "peak",
         "planned",
+        "pooled",
+        "pooling",
         "prompt_tokens",
         "request",
         "room",
@@ -75,7 +81,9 @@ class Sequence:
         self.tokens = tokens
         self.table = table
         self.prompt_tokens = len(tokens)
-        self.limit = len(tokens) + request.submit.max_tokens
+        self.limit = len(tokens) + max(1, request.submit.max_tokens)
+        self.pooling: Pooling | None = request.submit.pooling
+        self.pooled: npt.NDArray[np.float64] | None = None
         self.stop_ids = request.stop_ids
         self.cached = self.planned = self.computed = self.room = 0
         self.base = len(tokens)
@@ -96,13 +104,17 @@ class Sequence:
 
     @property
     def unscored(self) -> bool:
-        """Log-probabilities of its prompt are asked for and not all passed on: they need the whole
-        prompt computed, so no cache is read."""
+        """Log-probabilities of its prompt are asked for and not all passed on."""
         return (
             self.request.submit.prompt_logprobs >= 0
             and self.choice == 0
             and self.scored < self.prompt_tokens - 1
         )
+
+    @property
+    def whole(self) -> bool:
+        """Every token of its prompt must be computed: no cache is read."""
+        return self.pooling == "mean" or self.unscored
 
     @property
     def generated(self) -> int:

@@ -230,7 +230,7 @@ class Scheduler:
 
     def _need(self, sequence: Sequence) -> int:
         """Free blocks that its admission takes."""
-        cached = () if sequence.unscored else sequence.tokens
+        cached = () if sequence.whole else sequence.tokens
         return self.kv.probe(sequence.table, cached, len(sequence.tokens))
 
     def _spare(self, candidate: Sequence) -> int:
@@ -259,7 +259,7 @@ class Scheduler:
         if self._aged_last:
             sequence.key = promoted(sequence.key)
         known = len(sequence.tokens)
-        sequence.cached = 0 if sequence.unscored else self.kv.match(sequence.table, sequence.tokens)
+        sequence.cached = 0 if sequence.whole else self.kv.match(sequence.table, sequence.tokens)
         grant = self.kv.reserve(sequence.table, known, sequence.cached)
         assert grant is not None, "blocks that were probed are gone"
         sequence.base = sequence.room = known

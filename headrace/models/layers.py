@@ -220,8 +220,13 @@ class Block(nn.Module):
         return ops.add_mlp(x, self.ffn_norm, self.ffn, self.post_ffn_norm)
 
 
+# Matrices that are neither packed, quantised nor kept in the model's own type: small, and outside
+# of what backends compute through `Ops`.
+PLAIN_MATRICES = frozenset({"classifier.weight"})
+
+
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, output layer. `block` makes layer number i."""
+    """Embedding, blocks, norm, output layer or classification head. `block` makes layer i."""
 
     def __init__(
         self,
@@ -237,6 +242,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(block(spec, i, dtype) for i in range(spec.layers))
         self.norm = norm_of(spec, spec.hidden, dtype)
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_rows, dtype)
+        self.classifier = Linear(spec.hidden, spec.labels, torch.float32) if spec.labels else None
         self.rotaries = rotaries(spec)
 
     def forward(self, ops: Ops) -> Tensor:
@@ -264,3 +270,9 @@ class Decoder(nn.Module):
         id that can be drawn is one that the tokenizer accepts back."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return ops.head(x, self.norm, weight[: self.spec.vocab_size], self.spec.logit_softcap)
+
+    def scores(self, states: Tensor) -> Tensor:
+        """states [..., hidden] float32, after the last norm -> [..., labels]."""
+        assert self.classifier is not None, "a model without a classification head"
+        scored: Tensor = self.classifier(states)
+        return scored

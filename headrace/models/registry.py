@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 
 from headrace.errors import ModelError
+from headrace.models.slots import Slot
+from headrace.sources.labels import CLASSIFIER
 
 if TYPE_CHECKING:
     import torch
 
     from headrace.models.layers import Decoder
-    from headrace.models.slots import Slot
     from headrace.models.spec import ModelSpec
     from headrace.sources.gguf import Header
 
@@ -69,13 +70,26 @@ def register(architecture: str, family: Family) -> None:
 
 
 def family_of(architecture: str) -> Family:
-    """Raises ModelError listing what is known."""
-    if architecture not in _FAMILIES:
+    """Also of a model of a family that has a classification head instead of an output layer.
+
+    Raises ModelError listing what is known.
+    """
+    family = _FAMILIES.get(architecture.replace(CLASSIFIER, "ForCausalLM"))
+    if family is None:
         known = ", ".join(sorted(_FAMILIES))
         raise ModelError(f"architecture {architecture!r} is not supported; known: {known}")
-    return _FAMILIES[architecture]
+    return family
 
 
 def module_of(architecture: str) -> ModelModule:
     """The module, imported. Raises ModelError for an unknown architecture."""
     return cast(ModelModule, importlib.import_module(family_of(architecture).module))
+
+
+def slots_of(spec: ModelSpec) -> list[Slot]:
+    """Every checkpoint tensor of the model and where it goes, those of a classification head too."""
+    slots = module_of(spec.architecture).slots(spec)
+    if spec.labels:
+        shape = (spec.labels, spec.hidden)
+        slots.append(Slot("classifier.weight", "score.weight", "", shape))
+    return slots

@@ -17,6 +17,7 @@ from headrace.errors import ModelError
 from headrace.models import registry
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
+from headrace.sources.labels import labels_of
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]  # see `layers.gated`, `layers.plain`
 
@@ -138,6 +139,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_softcap: float = 0.0
     experts: Experts | None = None
     latent: Latent | None = None
+    labels: int = 0  # of the classification head, which stands where the output layer would
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_rows"):
@@ -162,6 +164,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """What each layer is."""
         return self.kinds or (LayerSpec(),) * self.layers
 
+    @property
+    def generates(self) -> bool:
+        """It has an output layer."""
+        return not self.labels
+
 
 def read_spec(files: ModelFiles) -> ModelSpec:
     """The spec of a model on disk. Raises ModelError if it cannot be read or run."""
@@ -180,8 +187,14 @@ def from_hf(config: Mapping[str, Any], known_ids: int = 0) -> ModelSpec:
     """
     names = config.get("architectures") or ["(none)"]
     spec = registry.module_of(str(names[0])).from_hf(config)
-    size = min(known_ids or spec.vocab_size, spec.vocab_size)
-    return msgspec.structs.replace(spec, architecture=str(names[0]), vocab_size=size)
+    labels = len(labels_of(config))
+    return msgspec.structs.replace(
+        spec,
+        architecture=str(names[0]),
+        vocab_size=min(known_ids or spec.vocab_size, spec.vocab_size),
+        labels=labels,
+        tied=spec.tied or labels > 0,
+    )
 
 
 def from_gguf(header: Header) -> ModelSpec:

@@ -17,7 +17,7 @@ from headrace.engine.protocol import Capacity, Runner
 from headrace.errors import ConfigError
 from headrace.models.features import refuse_missing
 from headrace.models.layers import Decoder
-from headrace.models.registry import module_of
+from headrace.models.registry import module_of, slots_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import ledger, weights
 from headrace.runner.build_cpu import (
@@ -133,6 +133,9 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
         max_model_len=length.value,
         vocab_size=spec.vocab_size,
         kernels=kernels_info(loaded.kernels, pool),
+        width=spec.hidden,
+        labels=spec.labels,
+        generates=spec.generates,
     )
     activations = ledger.Line(
         "activations",
@@ -252,10 +255,9 @@ def load_model(
 
     `report` hears every few seconds how far it is.
     """
-    module = module_of(spec.architecture)
     with torch.device(device):
-        model = module.build(spec, dtype)
-    slots = module.slots(spec)
+        model = module_of(spec.architecture).build(spec, dtype)
+    slots = slots_of(spec)
     if checkpoint is None:
         weights.fill_dummy(model, slots)
     else:

@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.messages import KernelsInfo
 from headrace.models.features import missing, refuse_missing
 from headrace.models.layers import Decoder
-from headrace.models.registry import module_of
+from headrace.models.registry import module_of, slots_of
 from headrace.models.spec import ModelSpec
 from headrace.native.build import Unavailable
 from headrace.native.library import Library, load
@@ -143,13 +143,12 @@ def load_decoder(
             model, kernels.library, arena, quantization=settings.quantization
         )
         return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
-    module = module_of(spec.architecture)
     with torch.device("meta"):
-        model = module.build(spec, torch.float32)
+        model = module_of(spec.architecture).build(spec, torch.float32)
     pack.shell(model, spec)
     packed = pack.load(
         model,
-        module.slots(spec),
+        slots_of(spec),
         checkpoint,
         kernels.library,
         arena,

@@ -161,6 +161,7 @@ def build_runner(
     lines = [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),
         ledger.Line("sampler", forward.sampler.size_bytes, f"{WIDE_ROWS} edited rows at a time"),
+        ledger.Line("vectors", forward.pooler.size_bytes, "of embeddings and scores"),
         ledger.Line(
             "graphs",
             room.graphs,
@@ -193,6 +194,9 @@ def _capacity(
         cost=cost,
         kernels=kernels,
         work=from_cost(cost, model),
+        width=model.spec.hidden,
+        labels=model.spec.labels,
+        generates=model.spec.generates,
     )
 
 

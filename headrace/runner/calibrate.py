@@ -90,7 +90,7 @@ class Probe:
         with torch.inference_mode(), self._forward.on_stream():
             self._forward.state.apply(plan)
             if plan.rows:
-                self._forward.run(plan, [0])
+                self._forward.run(plan)
 
     def seconds(self, start: int, count: int) -> float:
         """The shortest of `_REPEATS` runs, after one that is not counted."""

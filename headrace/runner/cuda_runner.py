@@ -18,13 +18,13 @@ import torch
 
 from headrace.engine.protocol import Capacity, Masks
 from headrace.kernels.logprobs import ENTRY
-from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, StepPlan, StepResult
+from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Pool, StepPlan, StepResult
 from headrace.runner.device_state import LIST_IDS
 from headrace.runner.draws import Queued
 from headrace.runner.entries import unpack
 from headrace.runner.forward import Forward
 from headrace.runner.graphs import Way
-from headrace.runner.plan_check import check, refuse_unoffered, sources_of
+from headrace.runner.plan_check import check, refuse_unoffered
 from headrace.runner.prompt_logprobs import PromptLogprobs
 
 _NOTHING_LEFT = -2  # `kernels.draw`: no logit is finite
@@ -81,6 +81,11 @@ class CudaRunner:
             torch.zeros((_IN_FLIGHT, *shape), dtype=torch.int32, pin_memory=cuda)
             for shape in ((capacity.max_rows,), (capacity.max_rows, ENTRY), (most_tokens, ENTRY))
         )
+        pooler = forward.pooler
+        self._vectors, self._scores = (
+            torch.zeros((_IN_FLIGHT, *tensor.shape), dtype=torch.float32, pin_memory=cuda)
+            for tensor in (pooler.vectors, pooler.scores)
+        )
         self._began = [self._event() for _ in range(_IN_FLIGHT)]
         self._ended = [self._event() for _ in range(_IN_FLIGHT)]
         self._at = 0
@@ -131,7 +136,7 @@ class CudaRunner:
                 self._forward.store.copy(pairs)
             if plan.rows:
                 check(plan, self._state.taken)
-                way = self._forward.run(plan, sources_of(plan))
+                way = self._forward.run(plan)
                 self._counts[f"steps_{way}"] += 1
         self._latest = CudaTicket(self, plan)
         return self._latest
@@ -145,6 +150,10 @@ class CudaRunner:
                 queued = self._forward.sample(plan, self._tokens[:draws], masks)
                 _fetch(self._tokens, self._results[slot], draws)
                 _fetch(self._forward.sampler.entries, self._entries[slot], len(queued.asked))
+            if plan.pools:
+                self._forward.pool(plan)
+                _fetch(self._forward.pooler.vectors, self._vectors[slot], len(plan.pools))
+                _fetch(self._forward.pooler.scores, self._scores[slot], len(plan.pools))
             if plan.prompts:
                 prompts = self._prompts.queue(plan)
                 _fetch(self._prompts.entries, self._prompt_entries[slot], sum(prompts))
@@ -172,7 +181,12 @@ class CudaRunner:
             part = self._prompt_entries[slot].numpy()[at : at + count]
             said.append(unpack(part, [most] * count))
             at += count
-        return StepResult(plan.step, tokens, failed, busy_s, logprobs, said)
+        vectors = [self._vector(slot, i, kind) for i, (_, kind) in enumerate(plan.pools)]
+        return StepResult(plan.step, tokens, failed, busy_s, logprobs, said, vectors)
+
+    def _vector(self, slot: int, i: int, kind: Pool) -> bytes:
+        found = self._scores if kind == "scores" else self._vectors
+        return found[slot, i].numpy().astype("<f4", copy=False).tobytes()
 
     @contextlib.contextmanager
     def _queueing(self) -> Iterator[None]:

@@ -12,13 +12,15 @@ launched one by one, padded as ever.
 
 Of most steps with prompts few tokens yield logits: only those go through the last layer. How many
 that may be belongs to a graph's shape. Alone any token may be drawn from, so all go through; of a
-prompt whose log-probabilities are wanted too, and its steps are launched one by one unless alone.
+prompt whose log-probabilities or mean are wanted too, and its steps are launched one by one unless
+alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState
 from headrace.runner.draws import Draws, Queued
 from headrace.runner.graphs import Graphs, Key, Way
+from headrace.runner.plan_check import lasts_of, sources_of, whole
+from headrace.runner.pooler import Pooler
 from headrace.runner.step_input import StepInput
 
 # Tokens of a captured step. Finer where a decode batch is usual, coarser where the products are.
@@ -94,10 +98,12 @@ class Forward:
         self._chunks = ChunkTable(largest, attention.tiling, self.device)
         self._input = self._inputs["alone"]  # of the step that `run` queued last
         self._logit_rows = 0  # of that step
+        self._narrowed_to: list[int] | None = None  # its forward rows in `chosen`; None: all in `x`
         self._seen = _seen()
         self.sampler = Draws(
             state, place.store, place.buffers, model.spec.vocab_size, with_pdl=place.pdl
         )
+        self.pooler = Pooler(model, place.buffers, with_pdl=place.pdl)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
         needed, later = self._graph_list()
@@ -135,13 +141,16 @@ class Forward:
             return "eager"
         return "mixed" if singles <= MIXED_SINGLES else "crowd"
 
-    def run(self, plan: StepPlan, sources: list[int]) -> Way:
-        """Queue a step; logits [len(sources), vocab] stand in the buffers."""
+    def run(self, plan: StepPlan) -> Way:
+        """Queue a step; the logits of its `sources_of` stand in the buffers."""
         way, tokens = self.way(plan), sum(plan.counts)
         self._input = source = self._inputs[way]
+        sources = sources_of(plan)
         self._logit_rows = len(sources)
-        size = self._padded(way, tokens)
-        if way == "alone" or not plan.prompts:
+        sources += lasts_of(plan)  # they go as far, but yield no logits
+        self._narrowed_to = None
+        size, every = self._padded(way, tokens), whole(plan)
+        if way == "alone" or not every:
             self.graphs.expect(way, size)
         if way == "alone":
             if not source.follows(plan):
@@ -149,17 +158,19 @@ class Forward:
             self.graphs.run(way, size)
             return way
         source.load(plan, sources, size, self.state.spare_row)
-        narrowed = None if plan.prompts else self._narrowed(way, size, len(sources))
+        narrowed = None if every else self._narrowed(way, size, len(sources))
+        if narrowed is not None:
+            self._narrowed_to = sources
         if way == "eager":
             columns = source.columns(size, self.state.tables)
             self._layers(source, size, self._attention.mixed(columns, plan), narrowed)
         else:
             self._chunks.load(plan, leading_singles(plan), size)
-            if plan.prompts:  # any token may be asked about: all go through the last layer
+            if every:  # any token may be asked about: all go through the last layer
                 self._layers(source, size, self._step(way, size), None)
             else:
                 self.graphs.run(way, size)
-        self._logits(source, size, len(sources), narrowed)
+        self._logits(source, size, self._logit_rows, narrowed)
         return way
 
     def _padded(self, way: Way, tokens: int) -> int:
@@ -241,8 +252,8 @@ class Forward:
 
     def logits_of(self, tokens: Tensor) -> Tensor:
         """Logits [n, vocab] under tokens [n] int32 of the step that `run` queued last, at most as
-        many as the buffer holds. What it held before is lost. Needs: the step was alone, or its
-        plan has `prompts`.
+        many as the buffer holds. What it held before is lost. Needs: the step was alone, or
+        is `whole`.
         """
         count, buffers = tokens.shape[0], self.place.buffers
         chosen = torch.index_select(buffers.x, 0, tokens, out=buffers.chosen[:count])
@@ -250,6 +261,26 @@ class Forward:
         return self.model.logits(
             chosen, self._ops(self._input, count, self._attention.singles(columns))
         )
+
+    def pool(self, plan: StepPlan) -> None:
+        """Queue the vectors of the step that `run` queued last, into those of `pooler`.
+
+        Comes before `logits_of`.
+        """
+        ends = list(accumulate(plan.counts))
+        scored = any(kind == "scores" for _, kind in plan.pools)
+        if self._narrowed_to is not None:
+            at = {row: i for i, row in enumerate(self._narrowed_to)}
+            spans = [(at[row], 1) for row, _ in plan.pools]
+            self.pooler.queue(self.place.buffers.chosen[: len(at)], spans, scored=scored)
+            return
+        spans = [
+            (ends[row] - plan.counts[row], plan.counts[row])
+            if kind == "sum"
+            else (ends[row] - 1, 1)
+            for row, kind in plan.pools
+        ]
+        self.pooler.queue(self.place.buffers.x[: ends[-1]], spans, scored=scored)
 
     # ------------------------------------------------------------ before the first request
 
@@ -269,6 +300,7 @@ class Forward:
                 x = self.model.blocks[0](x, ops, last=True)
                 self.model.logits(x[: self._draws], ops)
             self.sampler.compile(self._input, self.place.buffers.logits)
+            self.pooler.compile()
             self.state.compile()
             self.store.compile()
 
@@ -319,4 +351,4 @@ class Forward:
         if self._stream is not None:
             self._stream.synchronize()
         self.graphs.close()
-        del self.model, self.place, self.sampler, self.graphs
+        del self.model, self.place, self.sampler, self.pooler, self.graphs

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
-from headrace.models.layers import Decoder
+from headrace.models.layers import PLAIN_MATRICES, Decoder
 from headrace.models.positions import rotaries
 from headrace.models.slots import Slot
 from headrace.models.spec import ModelSpec
@@ -54,8 +54,13 @@ def shell(build: nn.Module, spec: ModelSpec) -> None:
     """
     build.rotaries = rotaries(spec)
     for name, parameter in list(build.named_parameters()):
-        if parameter.ndim == 1 and parameter.is_meta:
+        if _is_plain(name, parameter.shape) and parameter.is_meta:
             _replace(build, name, torch.empty(parameter.shape))
+
+
+def _is_plain(name: str, shape: tuple[int, ...]) -> bool:
+    """It stays a tensor: a vector, or one of the few matrices that no kernel reads."""
+    return len(shape) == 1 or name in PLAIN_MATRICES
 
 
 def _replace(build: nn.Module, name: str, values: Tensor) -> None:
@@ -75,8 +80,8 @@ def load(
 ) -> Packed:
     """Set every vector of `model` and pack every matrix, `threads` chunks of rows at a time.
 
-    `quantization`: none, or a key of RECIPES for a checkpoint of plain floats. Raises as
-    `weights.load` does.
+    Matrices that no kernel reads stay tensors. `quantization`: none, or a key of RECIPES for a
+    checkpoint of plain floats. Raises as `weights.load` does.
     """
     by_name = weights.names_of(slots, checkpoint)
     weights.check(by_name, checkpoint, tied=model.head is None)
@@ -84,7 +89,7 @@ def load(
     found: dict[str, dict[int, PackedMatrix]] = {}
     todo: list[_Chunk] = []
     for name, slot in by_name.items():
-        if len(slot.shape) == 1:
+        if _is_plain(slot.parameter, slot.shape):
             for piece in pieces(slot, name, gguf=checkpoint.gguf):
                 piece.target(parameters).copy_(piece.read(checkpoint))
             continue
@@ -108,7 +113,7 @@ def pack_parameters(
     """
     found: Packed = {}
     for name, parameter in list(model.named_parameters()):
-        if parameter.ndim == 1:
+        if _is_plain(name, parameter.shape):
             continue
         parts = parameter.chunk(2) if name.endswith("gate_up.weight") else (parameter,)
         found[name] = []

@@ -8,12 +8,22 @@ from headrace.errors import EngineError
 from headrace.messages import Output, StepPlan
 
 _DRAWN = (Output.SAMPLE, Output.PROMPT_LOGPROBS)
-_OFFERED = (Output.NONE, *_DRAWN)
+_OFFERED = (Output.NONE, Output.POOL, *_DRAWN)
 
 
 def sources_of(plan: StepPlan) -> list[int]:
     """Forward rows that are drawn from, in the order of their first draw."""
     return list(dict.fromkeys(plan.draw_from))
+
+
+def lasts_of(plan: StepPlan) -> list[int]:
+    """Forward rows whose last token's hidden state is wanted, and no logits."""
+    return [row for row, kind in plan.pools if kind != "sum"]
+
+
+def whole(plan: StepPlan) -> bool:
+    """Whether something is wanted of tokens that are not the last of their forward row."""
+    return bool(plan.prompts) or any(kind == "sum" for _, kind in plan.pools)
 
 
 def refuse_unoffered(plan: StepPlan) -> None:
@@ -34,6 +44,10 @@ def check(plan: StepPlan, taken: Callable[[int], bool]) -> None:
     assert not plan.draw_at, "this runner draws from last positions"
     for i in plan.draw_from:
         assert plan.outputs[i] in _DRAWN, f"a draw from forward row {i}, which has no output"
+    for i, _ in plan.pools:
+        assert plan.outputs[i] == Output.POOL, f"forward row {i} yields no vector"
+        assert plan.ids[i] is not None, f"forward row {i} yields a vector but has no ids"
+    assert len({i for i, _ in plan.pools}) == len(plan.pools), "a forward row yields two vectors"
     for i, count, after in plan.prompts:
         assert plan.outputs[i] == Output.PROMPT_LOGPROBS, f"forward row {i} reports no prompt"
         assert plan.ids[i] is not None, f"forward row {i} reports a prompt but has no ids"

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.backends.cpu.forward import Batch, Forward
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.engine.protocol import Capacity, Masks
-from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, StepPlan, StepResult
+from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Pool, StepPlan, StepResult
 from headrace.runner.plan_check import check, refuse_unoffered, sources_of
 from headrace.runner.rows import Rows
 from headrace.runner.worker import Pending, Worker
@@ -143,7 +143,7 @@ class TorchRunner:
             plan.counts,
             plan.unwritten,
             sources_of(plan),
-            whole=bool(plan.prompts),
+            whole=bool(plan.prompts or plan.pools),
         )
         return self._forward.logits(batch)
 
@@ -160,8 +160,9 @@ class TorchRunner:
         if logits is not None:
             tokens, failed, logprobs = self._draw(plan, logits, masks)
         prompts = [self._prompt(plan, row, count, after) for row, count, after in plan.prompts]
+        vectors = [self._vector(plan, row, kind) for row, kind in plan.pools]
         busy_s += time.thread_time() - began_s
-        return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts)
+        return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts, vectors)
 
     def _draw(
         self, plan: StepPlan, logits: Tensor, masks: Mapping[int, Bits]
@@ -215,3 +216,14 @@ class TorchRunner:
             logits = self._forward.again(range(first + at, first + at + len(some)))
             out += report(logits, some, [count] * len(some))
         return out
+
+    def _vector(self, plan: StepPlan, row: int, kind: Pool) -> bytes:
+        """See `StepResult.vectors`."""
+        first, count = sum(plan.counts[:row]), plan.counts[row]
+        if kind == "sum":
+            vector = self._forward.states(first, count).sum(0)
+        else:
+            vector = self._forward.states(first + count - 1, 1)[0]
+            if kind == "scores":
+                vector = self._forward.scores(vector)
+        return vector.numpy().astype("<f4", copy=False).tobytes()

@@ -11,6 +11,7 @@ import msgspec
 from headrace.errors import ModelError
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
+from headrace.sources.labels import Problem, labels_of, problem_of
 
 # Tokens that end a turn or a document wherever they occur as control tokens. GGUF files often name
 # only one of them in their metadata, and a chat model that is not stopped writes the user's turn.
@@ -45,6 +46,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
+    labels: tuple[str, ...] = ()  # names, by label; () = it has no classification head
+    problem: Problem = "single_label_classification"
 
 
 def read_card(files: ModelFiles) -> ModelCard:
@@ -61,7 +64,8 @@ def read_card(files: ModelFiles) -> ModelCard:
 
 def _fake_card() -> ModelCard:
     names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    return ModelCard("fake", 1 << 20, 259, None, (256, 258), False, CHATML, names)
+    labels = ("LABEL_0", "LABEL_1", "LABEL_2")
+    return ModelCard("fake", 1 << 20, 259, None, (256, 258), False, CHATML, names, labels=labels)
 
 
 def gguf_card(header: Header) -> ModelCard:
@@ -128,6 +132,8 @@ def _hf_card(folder: Path) -> ModelCard:
         min_p=_number(generation, "min_p"),
         typical_p=_number(generation, "typical_p"),
         repetition_penalty=_number(generation, "repetition_penalty"),
+        labels=labels_of(config),
+        problem=problem_of(config),
     )
 
 

@@ -18,6 +18,7 @@ from headrace.messages import (
     Grow,
     Join,
     Output,
+    Pool,
     Sampling,
     StepPlan,
 )
@@ -47,6 +48,7 @@ class Steps:
         self.rows: list[tuple[int, int, list[int] | None, bool]] = []  # row, start, ids, written
         self.draws: list[tuple[int, int]] = []  # forward row, device row
         self.prompts: list[tuple[int, int, int]] = []
+        self.pools: list[tuple[int, Pool]] = []
 
     def join(
         self,
@@ -85,6 +87,10 @@ class Steps:
         """The forward row added last reports its tokens; see `StepPlan.prompts`."""
         self.prompts.append((len(self.rows) - 1, count, after))
 
+    def pool(self, kind: Pool) -> None:
+        """The forward row added last, which nobody draws from, yields a vector."""
+        self.pools.append((len(self.rows) - 1, kind))
+
     def launch(self, masks: Masks | None = None) -> Ticket:
         """Send the plan; decode rows must have been added first."""
         self.step += 1
@@ -93,6 +99,8 @@ class Steps:
             outputs[source] = Output.SAMPLE
         for source, _, _ in self.prompts:
             outputs[source] = Output.PROMPT_LOGPROBS
+        for source, _ in self.pools:
+            outputs[source] = Output.POOL
         plan = StepPlan(
             self.step,
             self.leaves,
@@ -108,6 +116,7 @@ class Steps:
             [source for source, _ in self.draws],
             [target for _, target in self.draws],
             prompts=self.prompts,
+            pools=self.pools,
         )
         self._clear()
         ticket = self.runner.launch(plan)

@@ -10,6 +10,7 @@ from headrace.backends.fake import FakeRunner
 from headrace.engine.protocol import Runner
 from headrace.sources.files import ModelFiles
 from tests.backend.draw_contract import DRAW_CONTRACT
+from tests.backend.pool_contract import POOL_CONTRACT
 from tests.backend.runner_contract import (
     BLOCK_SIZE,
     BLOCKS,
@@ -51,7 +52,9 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeRunner]:
 
 
 @pytest.mark.parametrize("name", ["fake", *BACKEND_PARAMS, *INT8_KV])
-@pytest.mark.parametrize("clause", [*CONTRACT, *DRAW_CONTRACT], ids=lambda clause: clause.__name__)
+@pytest.mark.parametrize(
+    "clause", [*CONTRACT, *DRAW_CONTRACT, *POOL_CONTRACT], ids=lambda clause: clause.__name__
+)
 def test_contract(
     clause: Callable[[MakeRunner], None], name: str, runners: dict[str, MakeRunner]
 ) -> None:

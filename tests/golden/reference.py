@@ -13,7 +13,7 @@ from headrace.sources.files import ModelFiles
 
 NEAR_TIE = 1e-4  # two best logits closer than this may swap with the order of float sums
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -56,12 +56,12 @@ def tiny_model(name: str, folder: Path, **sizes: int) -> tuple[Any, ModelFiles]:
     changes = TINY[name] | sizes
     model: Any
     if name.startswith("qwen2"):
-        model = Qwen2ForCausalLM(Qwen2Config(**(_SHAPE | changes)))
+        model = Qwen2ForCausalLM(Qwen2Config(**(SHAPE | changes)))
         for layer in model.model.layers:  # transformers starts biases at zero
             for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 torch.nn.init.normal_(part.bias, std=0.5)
     else:
-        model = LlamaForCausalLM(LlamaConfig(**(_SHAPE | changes)))
+        model = LlamaForCausalLM(LlamaConfig(**(SHAPE | changes)))
     model.eval().save_pretrained(folder)
     return model, ModelFiles(name, "hf", folder)
 

@@ -278,8 +278,8 @@ def test_launch_does_not_wait_for_the_device(backend: str, files: ModelFiles) ->
 
 def test_an_output_that_is_not_offered_is_refused(runner: Runner) -> None:
     step = prefill(0, ids(4), [1])
-    with pytest.raises(EngineError, match="output kind 2"):
-        runner.launch(plan(0, **_fields(step) | {"outputs": [Output.POOL], "draw_from": []}))
+    with pytest.raises(EngineError, match="output kind 4"):
+        runner.launch(plan(0, **_fields(step) | {"outputs": [4], "draw_from": []}))
     assert len(run(runner, step).tokens) == 1, "the refused plan changed nothing"
 
 

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from headrace.backends.fake import FakeRunner, reference
 from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import advance, root
+from headrace.backends.fake.vectors import pooled
 from headrace.config import Settings
 from headrace.engine.loop import Engine
 from headrace.engine.protocol import Runner, StepCost
@@ -84,6 +87,7 @@ class Rig:
         self.tokens: dict[tuple[int, int, int], list[int]] = {}  # owner, handle, choice
         self.reports: dict[tuple[int, int, int], list[Logprobs]] = {}
         self.prompts: dict[Id, list[Logprobs]] = {}  # of prompt tokens 1, 2, ...
+        self.vectors: dict[Id, bytes] = {}
         self.ends: dict[tuple[int, int, int], End] = {}
         self.dones: dict[Id, Done] = {}
         self.finished: set[tuple[int, int, int]] = set()  # choices for which a stop string came
@@ -125,6 +129,10 @@ class Rig:
                 assert (owner, piece.handle) not in self.dones, "a prompt's report after the Done"
                 assert piece.first == len(known) + 1, "pieces come in order, once"
                 known += piece.entries
+            for vector in out.vectors:
+                assert (owner, vector.handle) not in self.vectors, "two vectors"
+                assert (owner, vector.handle) not in self.dones, "a vector after the Done"
+                self.vectors[owner, vector.handle] = vector.values
             reports = out.logprobs or [None] * len(out.tokens)
             assert len(reports) == len(out.tokens)
             columns = zip(out.handles, out.choices, out.tokens, reports, strict=True)
@@ -180,6 +188,9 @@ class Rig:
                 if submit.grammar is not None:
                     self._check_constrained(owner, submit, choice)
                     continue
+                if submit.pooling is not None:
+                    self._check_vector(owner, submit)
+                    continue
                 got = self.tokens.get((owner, handle, choice), [])
                 want = reference(
                     submit.prompt,
@@ -198,6 +209,24 @@ class Rig:
                 said = self.prompts.get((owner, handle), [])
                 tail = submit.prompt[1 : 1 + len(said)]
                 assert said == self._said(submit, submit.prompt[:1], tail, submit.prompt_logprobs)
+
+    def _check_vector(self, owner: int, submit: Submit) -> None:
+        """One that ended by itself got its vector, and no other did; none got a token."""
+        key = (owner, submit.handle)
+        assert (*key, 0) not in self.tokens, "a token for who asked for a vector"
+        end, got = self.ends.get((*key, 0)), self.vectors.get(key)
+        assert (got is not None) == (end is not None and end.reason == "stop"), f"{end}, {got!r}"
+        if got is None:
+            return
+        states = [root(submit.adapter)]
+        for token in submit.prompt:
+            states.append(advance(states[-1], token))
+        if submit.pooling == "mean":
+            want = pooled("sum", states[1:]) / np.float32(len(submit.prompt))
+        else:
+            assert submit.pooling is not None, "asked for"
+            want = pooled(submit.pooling, states)
+        np.testing.assert_allclose(np.frombuffer(got, "<f4"), want, rtol=1e-6)
 
     def _said(
         self, submit: Submit, before: list[int], tokens: list[int], count: int

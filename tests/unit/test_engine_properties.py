@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.engine.protocol import StepCost
-from headrace.messages import Grammar, Lz, Repetition, Rules, Sampling, Submit
+from headrace.messages import Grammar, Lz, Pooling, Repetition, Rules, Sampling, Submit
 from tests.unit.engine_rig import Rig
 from tests.unit.fake_grammar import FakeGrammars
 
@@ -128,6 +128,25 @@ class EngineMachine(RuleBasedStateMachine):
         spec = "".join(shape.choice(states) for _ in range(shape.randint(1, 30)))
         return Grammar("lark", "?" if shape.random() < 0.05 else spec)
 
+    @rule(
+        shape=st.randoms(use_true_random=False),
+        owner=st.integers(0, OWNERS - 1),
+        pooling=st.sampled_from(["mean", "mean", "last", "scores"]),
+    )
+    def submit_pooled(self, shape: Random, owner: int, pooling: Pooling) -> None:
+        """A prompt that wants a vector, now and then as long as a sequence may be."""
+        pool_tokens = min(60, self.rig.kv.size * self.rig.kv.block_size)
+        shared = shape.choice([pool_tokens, shape.randrange(1, pool_tokens + 1)])
+        self.rig.submit(
+            SHARED[:shared],
+            0,
+            owner,
+            pooling=pooling,
+            priority=shape.randint(-1, 2),
+            cache_salt=shape.choice(["", "", "", "s"]),
+            adapter=shape.choice(["", "", "", "a"]),
+        )
+
     @rule(turns=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.5, 2.0]))
     def turn(self, turns: int, seconds: float) -> None:
         for _ in range(turns):
@@ -209,8 +228,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert (end.reason, tokens[-1]) == ("stop", end.stop_id)
             assert end.stop_id in stop_ids
         elif end.reason == "stop":
-            constrained = submit.grammar is not None  # then the rig has checked it
-            assert constrained or key in self.finished, "a stop that nobody asked for"
+            # Who has a grammar or wants a vector was checked by the rig.
+            checked = submit.grammar is not None or submit.pooling is not None
+            assert checked or key in self.finished, "a stop that nobody asked for"
         else:
             assert end.reason == "abort"
         return len(tokens)

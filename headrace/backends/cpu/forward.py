@@ -29,7 +29,7 @@ class Batch(msgspec.Struct, frozen=True):
     ids [T] int64; tables [device rows, width] int64 block ids; forward row i is the sequence in
     device row rows[i] and computes positions [starts[i], starts[i] + counts[i]); forward rows in
     `unwritten` find their KV in the cache; the last tokens of forward rows in `chosen`
-    (each once) get logits. `whole`: the others may be asked for `again`.
+    (each once) get logits. `whole`: the others may be asked for `again`, and all for `states`.
     """
 
     ids: Tensor
@@ -78,6 +78,13 @@ class Forward(Protocol):
         tokens: ascending places in the batch, at most `most_again`. May overwrite what `logits`
         returned.
         """
+
+    def states(self, first: int, count: int) -> Tensor:
+        """Hidden states of tokens [first, first + count) of the last batch, a `whole` one, after
+        the last norm: [count, width] float32."""
+
+    def scores(self, states: Tensor) -> Tensor:
+        """What the classification head says of hidden states: [..., labels] float32."""
 
     def close(self) -> None:
         """Free threads and memory."""
@@ -141,6 +148,16 @@ class TorchForward:
         assert self._last is not None, "again() follows logits() of a whole batch"
         hidden, ops = self._last
         return self._model.logits(hidden[list(tokens)], ops)
+
+    def states(self, first: int, count: int) -> Tensor:
+        """See `Forward`."""
+        assert self._last is not None, "states() follows logits() of a whole batch"
+        normed: Tensor = self._model.norm(self._last[0][first : first + count])
+        return normed.float()
+
+    def scores(self, states: Tensor) -> Tensor:
+        """See `Forward`."""
+        return self._model.scores(states)
 
     def close(self) -> None:
         """Drop the model."""

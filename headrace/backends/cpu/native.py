@@ -364,6 +364,16 @@ class NativeForward:
         self.run(self._last, self._whole.head, np.array(tokens, np.int64))
         return self._buffers.logits[: len(tokens), : self._model.spec.vocab_size]
 
+    def states(self, first: int, count: int) -> Tensor:
+        """See `Forward`. The residual stream is float32 here, whatever the weights are."""
+        assert self._last is not None, "states() follows logits() of a whole batch"
+        normed: Tensor = self._model.norm(self._buffers.x[first : first + count])
+        return normed
+
+    def scores(self, states: Tensor) -> Tensor:
+        """See `Forward`; the head is never packed."""
+        return self._model.scores(states)
+
     def close(self) -> None:
         """End the pool; drop weights and buffers."""
         self.pool.close()

@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
+from headrace.backends.fake.vectors import LABELS, WIDTH, pooled
 from headrace.engine.protocol import Capacity, Masks, StepCost, StepWork
 from headrace.messages import NO_TOKEN_ALLOWED, Join, Logprobs, Output, StepPlan, StepResult
 from headrace.sampling.shaping import unpacked
 
 MAX_IN_FLIGHT = 2
-_OFFERED = (Output.NONE, Output.SAMPLE, Output.PROMPT_LOGPROBS)
+_DRAWN = (Output.SAMPLE, Output.PROMPT_LOGPROBS)
 
 
 class _Row:
@@ -58,6 +59,7 @@ class FakeTicket:
         self.traces: dict[int, list[int]] = {}  # forward row -> state after each of its tokens
         self.logprobs: list[Logprobs | None] = []
         self.prompts: list[list[Logprobs]] = []
+        self.vectors: list[bytes] = []
         self.touched: set[int] = set()  # blocks that the step reads or writes
         self.tokens: list[int] | None = None
         self.failed: list[tuple[int, str]] = []
@@ -75,7 +77,13 @@ class FakeTicket:
         assert self.tokens is not None, f"result of step {self.plan.step} before its finish"
         self._runner._await(self)
         return StepResult(
-            self.plan.step, self.tokens, self.failed, self.busy_s, self.logprobs, self.prompts
+            self.plan.step,
+            self.tokens,
+            self.failed,
+            self.busy_s,
+            self.logprobs,
+            self.prompts,
+            self.vectors,
         )
 
 
@@ -109,7 +117,15 @@ class FakeRunner:
             read_s = cost.floor_s + cost.base_s
             work = StepWork(read_s, cost.token_s, pair_s=cost.pair_s, read_s=cost.read_s)
         self._capacity = Capacity(
-            [kv_blocks], block_size, max_rows, max_model_len, VOCAB_SIZE, cost, work=work
+            [kv_blocks],
+            block_size,
+            max_rows,
+            max_model_len,
+            VOCAB_SIZE,
+            cost,
+            width=WIDTH,
+            labels=LABELS,
+            work=work,
         )
         self._block_size = block_size
         self._step_s, self._token_s = step_ms / 1000, token_ms / 1000
@@ -150,7 +166,8 @@ class FakeRunner:
             self._copy(source, target)
             ticket.touched |= {source, target}
         unwritten = set(plan.unwritten)
-        ticket.traces = {i: [] for i, _, _ in plan.prompts}
+        self._check_outputs(plan)
+        ticket.traces = {i: [] for i in (*(i for i, *_ in plan.prompts), *dict(plan.pools))}
         for i in range(len(plan.rows)):
             trace = ticket.traces.get(i)
             ticket.states.append(self._forward(plan, i, i not in unwritten, trace))
@@ -195,12 +212,20 @@ class FakeRunner:
         self._states[b : b + size] = self._states[a : a + size]
         self._tokens[b : b + size] = self._tokens[a : a + size]
 
+    @staticmethod
+    def _check_outputs(plan: StepPlan) -> None:
+        """Each kind of output stands where the columns beside it say, and nowhere else."""
+        for kind, rows in (
+            (Output.PROMPT_LOGPROBS, [i for i, *_ in plan.prompts]),
+            (Output.POOL, [i for i, _ in plan.pools]),
+        ):
+            found = [i for i, output in enumerate(plan.outputs) if output == kind]
+            assert found == sorted(rows), f"output {kind} in rows {found}, asked of {rows}"
+        assert all(output <= Output.PROMPT_LOGPROBS for output in plan.outputs), "unknown output"
+
     def _forward(self, plan: StepPlan, i: int, writes: bool, trace: list[int] | None) -> int:
         """Compute forward row i; returns the state after its last token, `trace` gets all."""
         row, start, count = self._rows[plan.rows[i]], plan.starts[i], plan.counts[i]
-        assert plan.outputs[i] in _OFFERED, f"output {plan.outputs[i]}"
-        reports = plan.outputs[i] == Output.PROMPT_LOGPROBS
-        assert reports == (trace is not None), "a prompt's report without its output, or without it"
         assert count > 0, "a forward row without tokens"
         assert start + count <= self._capacity.max_model_len, "past max_model_len"
         ids = plan.ids[i]
@@ -241,7 +266,7 @@ class FakeRunner:
                 allowed[j] = unpacked(bits, VOCAB_SIZE)
         tokens: list[int] = []
         for j, (source, target) in enumerate(zip(plan.draw_from, plan.draw_into, strict=True)):
-            assert plan.outputs[source] != Output.NONE, "a draw from a row without logits"
+            assert plan.outputs[source] in _DRAWN, "a draw from a row without logits"
             row = self._rows[target]
             position = plan.starts[source] + plan.counts[source]
             token = self._draw_one(row, ticket.states[source], position, allowed.get(j))
@@ -291,6 +316,7 @@ class FakeRunner:
             targets = ids[1:] + ([after] if after >= 0 else [])
             pairs = zip(ticket.traces[i][: len(targets)], targets, strict=True)
             ticket.prompts.append([report(s, t, count, self._eos) for s, t in pairs])
+        ticket.vectors = [pooled(kind, ticket.traces[i]).tobytes() for i, kind in plan.pools]
 
     def _modelled_s(self, plan: StepPlan) -> float:
         cost = self._capacity.cost
