@@ -29,6 +29,7 @@ def pooled(kind: Pool, states: Sequence[int]) -> Floats:
     """What a forward row yields; states: after each of its tokens. Scores are the differences of
     the first numbers of the last hidden state."""
     if kind == "sum":
-        return np.sum([hidden(state) for state in states], axis=0, dtype=_FLOAT)
+        total: Floats = np.sum([hidden(state) for state in states], axis=0, dtype=_FLOAT)
+        return total
     last = hidden(states[-1])
     return last if kind == "last" else last[1 : 1 + LABELS] - last[:LABELS]
