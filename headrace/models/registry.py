@@ -87,7 +87,7 @@ def module_of(architecture: str) -> ModelModule:
 
 
 def slots_of(spec: ModelSpec) -> list[Slot]:
-    """Every checkpoint tensor of the model and where it goes, those of a classification head too."""
+    """Every checkpoint tensor of a model and where it goes, its classification head's too."""
     slots = module_of(spec.architecture).slots(spec)
     if spec.labels:
         shape = (spec.labels, spec.hidden)
