@@ -30,6 +30,7 @@ from headrace.backends.choose import resolve_api_workers, resolve_backend
 from headrace.children import die_with_parent
 from headrace.config import Settings
 from headrace.errors import ConfigError
+from headrace.pages import give_back
 from headrace.sources.files import ModelFiles
 
 PR_SET_NAME = 15  # linux/prctl.h
@@ -241,6 +242,7 @@ class Supervisor:
             f'-d \'{{"model": "{self.files.name}", "max_tokens": 40, '
             f'"messages": [{{"role": "user", "content": "What is a headrace?"}}]}}\''
         )
+        give_back()
         self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")
 
 

@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"errors", "stages"},
     "kv": BASE | {"observe"},
     "children": set(),
+    "pages": set(),
     "sources": BASE | {"children"},
     "quant": BASE,
     "text": BASE | {"sources", "observe"},
@@ -37,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
-    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"},
+    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
+    | {"pages"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},

@@ -23,6 +23,7 @@ from headrace.config import Settings
 from headrace.engine.client import EngineClient
 from headrace.errors import ShuttingDown
 from headrace.observe.metrics import ApiMetrics
+from headrace.pages import give_back
 from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import load_tokenizer
@@ -86,6 +87,7 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(AFTER_DEADLINE_S),
     )
+    give_back()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(Server(config), service, exchanges, sock))

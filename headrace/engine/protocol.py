@@ -10,11 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from headrace.engine.stats import EngineStats
 from headrace.messages import (
@@ -27,6 +25,10 @@ from headrace.messages import (
     Submit,
     TokenOut,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class StepCost(msgspec.Struct, frozen=True):
