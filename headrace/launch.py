@@ -251,7 +251,9 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
 
         phase("loading")
         engine, info = build_engine(settings, files, report)
-        if resolve_backend(settings).value == "cuda":  # elsewhere 45 MB of RAM weigh more than 0.5 s
+        if (
+            resolve_backend(settings).value == "cuda"
+        ):  # elsewhere 45 MB of RAM weigh more than 0.5 s
             engine.warm()
         give_back()
         tell.send(("ready", info, 0.0))

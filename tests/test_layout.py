@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
-    "api": BASE | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
+    "api": BASE
+    | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
     | {"pages"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
