@@ -82,6 +82,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     response_store_count: Natural = 1000
     response_store_bytes: Positive = 64 * 2**20
     response_store_ttl_s: SomeSeconds = 3600.0
+    stream_resume_s: Seconds = 0.0
+    stream_resume_bytes: Annotated[int, Meta(ge=4096)] = 2**20
     restart: bool = False
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -148,6 +150,9 @@ HELP: Mapping[str, str] = {
     "response_store_count": "most responses of /v1/responses that are kept; 0 = none",
     "response_store_bytes": "most bytes that they may take, conversations included",
     "response_store_ttl_s": "seconds after which a kept response is forgotten",
+    "stream_resume_s": "seconds that a stream goes on without its client, which may come back with "
+    "Last-Event-ID; 0 = none: a client that leaves ends its request",
+    "stream_resume_bytes": "newest events of such a stream that are kept for that",
     "restart": "start the engine again when it dies, instead of ending the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",

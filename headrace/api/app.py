@@ -12,25 +12,29 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from headrace.api import chat, completions, health, messages, models, responses, tokenize
+from headrace.api import chat, completions, health, messages, models, relay, responses, tokenize
 from headrace.api.edge import Edge
 from headrace.api.errors import handle
 from headrace.api.exchange import Exchanges
 from headrace.api.generate import IGNORED
 from headrace.api.keys import Keys
+from headrace.api.relay import resuming
+from headrace.api.resume import HEADER
 from headrace.api.seats import Seats
 from headrace.api.service import Service
 from headrace.errors import HeadraceError
 
 ROUTES = (
-    Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions.completions, methods=["POST"]),
-    Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/chat/completions", resuming(chat.chat_completions), methods=["POST"]),
+    Route("/v1/completions", resuming(completions.completions), methods=["POST"]),
+    Route("/v1/responses", resuming(responses.create), methods=["POST"]),
     Route("/v1/responses/{id}", responses.retrieve),
     Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
     Route("/v1/responses/{id}/input_items", responses.list_input),
-    Route("/v1/messages", messages.create, methods=["POST"]),
+    Route("/v1/messages", resuming(messages.create), methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+    Route("/v1/streams/{id}", relay.follow),
+    Route("/v1/streams/{id}", relay.end, methods=["DELETE"]),
     Route("/v1/models", models.list_models),
     Route("/v1/models/{model:path}", models.get_model),
     Route("/tokenize", tokenize.tokenize, methods=["POST"]),
@@ -48,9 +52,12 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
     seats: shared with the server's other HTTP processes; None: there are no others.
     """
 
+    others = relay.Relay(service.streams, service.folder)
+
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         await service.responses.start()
+        await others.start()
         await service.client.start()
         await service.client.first_pulse()
         sweep = asyncio.create_task(exchanges.sweep())
@@ -60,6 +67,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
             sweep.cancel()
             await asyncio.gather(sweep, return_exceptions=True)
             await service.client.close()
+            await others.close()
             await service.responses.close()
 
     app = Starlette(
@@ -73,7 +81,14 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
     settings = service.settings
     seats = seats or Seats(settings.max_streams)
     edge = Edge(
-        app, paths, service.metrics, exchanges, Keys(settings.api_key), seats, settings.cors_origin
+        app,
+        paths,
+        service.metrics,
+        exchanges,
+        Keys(settings.api_key),
+        seats,
+        settings.cors_origin,
+        resumes=service.streams.enabled,
     )
     if not settings.cors_origin:
         return edge
@@ -82,5 +97,5 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
         allow_origins=settings.cors_origin,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", IGNORED],
+        expose_headers=["x-request-id", "retry-after", IGNORED, HEADER.decode()],
     )

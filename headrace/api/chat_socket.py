@@ -18,6 +18,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 from headrace.api.body import decode
 from headrace.api.errors import as_ours, body_of
 from headrace.api.generate import IGNORED
+from headrace.api.resume import NEVER
 from headrace.errors import ClientError, HeadraceError, InvalidRequest, RequestFailed
 
 log = logging.getLogger("headrace.api")
@@ -125,6 +126,7 @@ class ChatSocket:
             "query_string": b"",
             "headers": [*kept, (b"content-type", b"application/json")],
             "extensions": {},
+            NEVER: True,  # an abort is one at once
         }
         bodies = [body]
 

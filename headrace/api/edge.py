@@ -26,6 +26,7 @@ access = logging.getLogger("headrace.access")
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes carry no key
 # Other POSTs are answered by the engine.
 SEATLESS_PATHS = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+LAST_EVENT = b"last-event-id"
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # asked every few seconds: logged at debug level
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -42,8 +43,11 @@ class Edge:
         keys: Keys,
         seats: Seats,
         origins: Collection[str] = (),
+        *,
+        resumes: bool = False,
     ) -> None:
-        """origins: of pages that may open a WebSocket, beside the server's own."""
+        """origins: of pages that may open a WebSocket, beside the server's own. resumes: streams
+        outlive their connection."""
         self._app = app
         self._paths = frozenset(paths)  # known routes: other paths share one label
         self._metrics = metrics
@@ -51,6 +55,7 @@ class Edge:
         self._keys = keys
         self._seats = seats
         self._origins = origins
+        self._resumes = resumes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -107,6 +112,8 @@ class Edge:
             self._check_key(headers)
         if scope["method"] != "POST" or path not in self._paths or path in SEATLESS_PATHS:
             return False
+        if self._resumes and LAST_EVENT in headers:
+            return False  # back to a stream that has its seat
         self._seats.take()
         return True
 

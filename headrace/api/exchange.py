@@ -55,6 +55,10 @@ class Exchange:
         self.sending_since_s = 0.0
         self.sent_s = time.monotonic()
 
+    def touch(self) -> None:
+        """Its client got something by another connection."""
+        self.sent_s = time.monotonic()
+
 
 def exchange_of(request: Request) -> Exchange:
     """The Exchange that the edge made for this request."""

@@ -17,7 +17,7 @@ from headrace.api.answer import Answer, Choice, Reply
 from headrace.api.beams import BeamStream
 from headrace.api.chunks import Chunks
 from headrace.api.events import Events
-from headrace.api.exchange import exchange_of
+from headrace.api.exchange import Exchange, exchange_of
 from headrace.api.logprobs import Reporter
 from headrace.api.prepare import Prepared
 from headrace.api.schemas import Generation, StreamOptions
@@ -100,7 +100,12 @@ async def answered(
     tokens = start(service, prepared, exchange.arrived_s)
     answer = Answer(service, prepared, tokens)
     if events is not None:
-        return EventStream(answer, events(answer), exchange, service.metrics, headers)
+        writer = events(answer)
+
+        def stream(exchange: Exchange) -> ASGIApp:
+            return EventStream(answer, writer, exchange, service.metrics, headers)
+
+        return service.streams.resumable(request, exchange, tokens, stream)
     async with tokens, watch_client(request.receive, tokens):
         exchange.tokens = tokens
         try:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from headrace import __version__
 from headrace.api.response_store import ResponseStore
+from headrace.api.resume import Streams
 from headrace.asked import Sampler
 from headrace.config import Settings
 from headrace.draws import parse_defaults
@@ -64,6 +65,8 @@ class Service:
             settings.response_store_bytes,
             settings.response_store_ttl_s,
         )
+        self.folder = folder
+        self.streams = Streams(worker, settings.stream_resume_s, settings.stream_resume_bytes)
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 
     def draw_seed(self) -> int:

@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.api.app import create_app
 from headrace.api.exchange import Exchanges
+from headrace.api.resume import Streams
+from headrace.api.seats import Seats
 from headrace.api.service import Service
 from headrace.config import Settings
 from headrace.engine.client import EngineClient
@@ -49,6 +51,21 @@ async def test_while_loading(http: httpx.AsyncClient) -> None:
     wrong = await http.post("/v1/chat/completions", json={**BODY, "n": 0})
     assert wrong.status_code == 400, "a wrong request is wrong at any time"
     assert (await http.post("/tokenize", json={"prompt": "ab"})).json()["count"] == 2
+
+
+async def test_back_to_a_stream_needs_no_seat(service: Service) -> None:
+    service.settings = Settings(stream_resume_s=5)
+    service.streams = Streams(0, 5.0, 4096)
+    seats = Seats(1)
+    seats.take()
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None), seats)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        full = await client.post("/v1/chat/completions", json=BODY)
+        assert (full.status_code, full.json()["error"]["code"]) == (503, "too_many_streams")
+        head = {"last-event-id": f"0-{'0' * 32}.1"}
+        back = await client.post("/v1/chat/completions", json=BODY, headers=head)
+        assert (back.status_code, back.json()["error"]["code"]) == (404, "stream_not_found")
 
 
 async def test_our_own_faults_say_nothing_of_the_inside(

@@ -1,0 +1,161 @@
+"""Streams that a client comes back to: over several HTTP processes, by every protocol."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.serving import Server
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+ID = re.compile(r"^id: (\d+-[0-9a-f]{32})\.(\d+)$", re.MULTILINE)
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    settings: dict[str, Any] = {"stream_resume_s": 60.0, "stream_resume_bytes": 200_000}
+    with Server(workers=2, fake_step_ms=2.0, keepalive_s=0.3, **settings) as running:
+        yield running
+        running.wait_idle()
+
+
+class Reader:
+    """One connection that reads a stream, as far as it likes."""
+
+    def __init__(
+        self, server: Server, path: str, body: Any = None, last: str | None = None
+    ) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        head = {"content-type": "application/json"} if body is not None else {}
+        if last is not None:
+            head["last-event-id"] = last
+        raw = json.dumps(body) if body is not None else None
+        self.connection.request("GET" if body is None else "POST", path, raw, head)
+        self.response = self.connection.getresponse()
+        self.name = self.response.getheader("x-headrace-stream-id", "")
+
+    def events(self, count: int = 10**9) -> list[str]:
+        """The next `count` events, or all, without comments."""
+        found: list[str] = []
+        lines: list[str] = []
+        while len(found) < count and (line := self.response.readline()):
+            if line != b"\n":
+                lines.append(line.decode())
+                continue
+            if not lines[0].startswith(":"):
+                found.append("".join(lines))
+            lines = []
+        return found
+
+    def close(self) -> None:
+        self.response.close()
+        self.connection.close()
+
+
+def body(path: str = CHAT, **more: Any) -> dict[str, Any]:
+    asked = {"input": "hi"} if path == RESPONSES else {"messages": HI}
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    return {**asked, limit: 60, "seed": 3, "stream": True, "ignore_eos": True, **more}
+
+
+def last_id(events: list[str]) -> str:
+    match = ID.search(events[-1])
+    assert match is not None, events[-1]
+    return f"{match[1]}.{match[2]}"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, "/v1/completions"])
+def test_back_and_back_again(server: Server, path: str) -> None:
+    asked = body(path)
+    if path == "/v1/completions":
+        asked["prompt"] = asked.pop("messages")[0]["content"]
+    reader = Reader(server, path, asked)
+    seen = reader.events(3)
+    name = reader.name
+    for turn in range(8):  # each connection may land on either process
+        reader.close()
+        if turn % 2:
+            reader = Reader(server, f"/v1/streams/{name}", last=last_id(seen))
+        else:
+            reader = Reader(server, path, {}, last=last_id(seen))
+        assert reader.response.status == 200
+        assert reader.response.getheader("content-type", "").startswith("text/event-stream")
+        seen += reader.events(3)
+    seen += reader.events()
+    reader.close()
+    ids = [ID.search(event) for event in seen]
+    assert [(match[1], int(match[2])) for match in ids if match] == [
+        (name, number) for number in range(1, len(seen) + 1)
+    ]
+    last = {CHAT: "[DONE]", MESSAGES: "message_stop", RESPONSES: "response.incomplete"}
+    assert last.get(path, "[DONE]") in seen[-1]
+    if path == CHAT:
+        datas = [json.loads(e.split("data: ", 1)[1]) for e in seen[:-1]]
+        text = "".join(c["delta"].get("content", "") for d in datas for c in d["choices"])
+        status, whole = server.post(CHAT, body(stream=False))
+        assert (status, whole["choices"][0]["message"]["content"]) == (200, text)
+    again = Reader(server, f"/v1/streams/{name}")  # from the start: it has ended, and is kept
+    assert again.events() == seen
+    again.close()
+
+
+def test_an_end_on_demand(server: Server) -> None:
+    aborted = server.metric("headrace_requests_finished_total", reason="abort")
+    for _ in range(4):  # either process may get it
+        reader = Reader(server, CHAT, body(max_tokens=3500))
+        reader.events(2)
+        reader.close()
+        status, _, raw = server.request("DELETE", f"/v1/streams/{reader.name}")
+        assert (status, json.loads(raw)["ended"]) == (200, True)
+        server.wait_idle()
+    assert server.metric("headrace_requests_finished_total", reason="abort") == aborted + 4
+    assert server.request("DELETE", "/v1/streams/7-" + "0" * 32)[0] == 404
+
+
+def test_a_newer_reader_takes_over(server: Server) -> None:
+    first = Reader(server, CHAT, body(max_tokens=400))
+    seen = first.events(2)
+    second = Reader(server, f"/v1/streams/{first.name}", last=last_id(seen))
+    rest = second.events()
+    assert "[DONE]" in rest[-1]
+    assert "[DONE]" not in first.events()[-1]
+    first.close()
+    second.close()
+
+
+def test_a_bounded_buffer(server: Server) -> None:
+    """What was sent is forgotten when newer events need the room; what was not waits."""
+    asked = body(max_tokens=700, logprobs=True, top_logprobs=20)
+    reader = Reader(server, CHAT, asked)
+    seen = reader.events(200)
+    late = Reader(server, f"/v1/streams/{reader.name}", last=f"{reader.name}.1")
+    error = json.loads(late.response.read())["error"]
+    assert (late.response.status, error["code"]) == (404, "events_forgotten")
+    late.close()
+    again = Reader(server, f"/v1/streams/{reader.name}", last=last_id(seen))
+    assert "[DONE]" in again.events()[-1]
+    again.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("last", ["x", "1", "0-" + "0" * 32, "0-" + "0" * 32 + ".x", ".1", "-1"])
+def test_ids_that_are_none(server: Server, last: str) -> None:
+    status, _, raw = server.request("POST", CHAT, body(), headers={"last-event-id": last})
+    assert (status, json.loads(raw)["error"]["param"]) == (400, "Last-Event-ID")
+    reader = Reader(server, CHAT, body(max_tokens=2))
+    reader.events()
+    late = Reader(server, f"/v1/streams/{reader.name}", last="9999")
+    assert late.response.status == 400
+    late.close()
+    reader.close()
+
+
+def test_errors_before_the_first_event_are_what_they_were(server: Server) -> None:
+    status, answer = server.post(CHAT, body(max_tokens=10**6))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
