@@ -79,9 +79,8 @@ def decoder_slots(
         head_order(spec.head_dim, spec.rope.dims, paired=gguf_paired),
     )
     for layer in range(spec.layers):
-        found += attention_slots(spec, layer, orders)
-        found += mlp_slots(spec, layer)
-        found += _norm_slots(spec, layer, shift)
+        found += out_slots(spec, layer) + mlp_slots(spec, layer)
+        found += norm_slots(spec, layer, shift) + qkv_slots(spec, layer, orders)
     return found
 
 
@@ -91,7 +90,8 @@ def norm_slot(ours: str, hf: str, gguf: str, width: int, shift: float = 0.0) -> 
     return Slot(*names, (width,), hf_shift=shift, dummy="ones")
 
 
-def _norm_slots(spec: ModelSpec, layer: int, shift: float) -> list[Slot]:
+def norm_slots(spec: ModelSpec, layer: int, shift: float) -> list[Slot]:
+    """All norms of a layer, those of q and k among them."""
     ours, hf, gguf = f"blocks.{layer}.", f"model.layers.{layer}.", f"blk.{layer}."
     names = [("attn_norm", "input_layernorm", "attn_norm")]
     if spec.post_norms:
@@ -110,15 +110,20 @@ def _norm_slots(spec: ModelSpec, layer: int, shift: float) -> list[Slot]:
     return found
 
 
-def attention_slots(
+def out_slots(spec: ModelSpec, layer: int) -> list[Slot]:
+    """The matrix behind attention."""
+    names = f"model.layers.{layer}.self_attn.o_proj", f"blk.{layer}.attn_output"
+    shape = (spec.hidden, spec.heads * spec.head_dim)
+    return matrix(f"blocks.{layer}.out", *names, shape, bias=spec.out_bias)
+
+
+def qkv_slots(
     spec: ModelSpec, layer: int, orders: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> list[Slot]:
-    """q, k, v and the output; orders: of the rows of a head of q and k, see `Slot`."""
+    """q, k and v; orders: of the rows of a head of q and k, see `Slot`."""
     ours, hf, gguf = f"blocks.{layer}.", f"model.layers.{layer}.self_attn.", f"blk.{layer}.attn_"
     q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    found = matrix(
-        f"{ours}out", f"{hf}o_proj", f"{gguf}output", (spec.hidden, q_rows), bias=spec.out_bias
-    )
+    found: list[Slot] = []
     for letter, rows, start, heads in (
         ("q", q_rows, 0, spec.heads),
         ("k", kv_rows, q_rows, spec.kv_heads),
@@ -143,9 +148,9 @@ def mlp_slots(spec: ModelSpec, layer: int, hf_names: str = "mlp.") -> list[Slot]
     ffn, hidden, bias = spec.layer(layer).ffn or spec.ffn, spec.hidden, spec.mlp_bias
     both = f"{ours}gate_up"
     return [
-        *matrix(f"{ours}down", f"{hf}down_proj", f"{gguf}down", (hidden, ffn), bias=bias),
         *matrix(both, f"{hf}gate_proj", f"{gguf}gate", (ffn, hidden), bias=bias),
         *matrix(both, f"{hf}up_proj", f"{gguf}up", (ffn, hidden), ffn, bias=bias),
+        *matrix(f"{ours}down", f"{hf}down_proj", f"{gguf}down", (hidden, ffn), bias=bias),
     ]
 
 
