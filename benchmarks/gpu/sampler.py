@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from headrace.kernels import edited, pdl
-from headrace.kernels.draw_params import Kind, kind_of, pack
+from headrace.kernels.draw_params import Kind, is_few, kind_of, pack
 from headrace.kernels.edit_params import EDIT_WIDTH, edits, lists_of, pack_edits
 from headrace.kernels.logprobs import ENTRY, LogprobScratch, logprobs
 from headrace.kernels.sampling import Scratch, sample
@@ -143,7 +143,8 @@ class Bench:
                 one = numbers[some]
                 edited.edit(
                     logits, self.masks, self.positions, edited.Draws(one, one, one, slots[some]),
-                    rows, self.wide, sigma=sampling.top_n_sigma > 0, with_pdl=with_pdl,
+                    rows, self.wide, sigma=sampling.top_n_sigma > 0 and not is_few(sampling),
+                    with_pdl=with_pdl,
                 )  # fmt: skip
                 draw(self.wide.logits, numbers[: some.stop - begin], some, kind)
             if sampling.logprobs >= 0:

@@ -1,4 +1,5 @@
-"""First pass over logits: of every chunk of every row its largest logit, where, and its weight."""
+"""First pass over logits: of every chunk of every row its largest logit, where, and its weight;
+of rows whose tokens are few, what `few_kernel` starts from."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import pdl
-from headrace.kernels.weights import COLUMNS, NEG_INF, slope, weight
+from headrace.kernels.edit import double
+from headrace.kernels.edit_params import SIGMA
+from headrace.kernels.edit_params import WIDTH as EDIT_WIDTH
+from headrace.kernels.weights import COLUMNS, NEG_INF, is_few, ordered, slope, weight
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -18,17 +22,28 @@ def chunk_peaks_kernel(
     peaks,
     firsts,
     masses,
+    tops,
+    edits,
+    moments,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     WEIGH: tl.constexpr,
+    LIST: tl.constexpr,
+    EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (chunks, draws). Writes, each [draws, chunks]:
 
     peaks float32   the largest logit; +inf where the chunk holds NaN or +inf
     firsts int32    its first id
-    masses int64    sum of weights against the chunk's own peak; only if WEIGH, rows that sample
+    masses int64    sum of weights against the chunk's own peak; only if WEIGH, rows that sample,
+                    but for those of few tokens
+
+    With LIST, of rows of few tokens: tops [draws, chunks, CHUNK // GROUP] int32, keys of the
+    largest of each group of neighbours; with EDITED, where they use top_n_sigma, moments
+    [3, draws, chunks] float64: how many logits are finite, their sum, sum of squares.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -38,12 +53,30 @@ def chunk_peaks_kernel(
     row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
     z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
     z = tl.where(z == z, z, float("inf"))  # NaN is not equal to itself
-    peak = tl.max(z, 0)
+    device_row = tl.load(draw_rows + draw)
+    few = draw < 0  # no
+    if LIST:
+        top = tl.max(tl.reshape(z, (CHUNK // GROUP, GROUP)), 1)
+        peak = tl.max(top, 0)
+        few = is_few(table + device_row * 8)
+        if few:
+            group = at.to(tl.int64) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+            tl.store(tops + group, ordered(top))
+            if EDITED:  # noqa: SIM102 - the compiler knows one of the two
+                if double(edits + device_row * EDIT_WIDTH + SIGMA) > 0.0:
+                    finite = (z > NEG_INF) & (z < float("inf"))
+                    known = tl.where(finite, z, 0.0).to(tl.float64)
+                    stride = tl.num_programs(1) * CHUNKS
+                    tl.store(moments + at, tl.sum(finite.to(tl.int32), 0).to(tl.float64))
+                    tl.store(moments + stride + at, tl.sum(known, 0))
+                    tl.store(moments + 2 * stride + at, tl.sum(known * known, 0))
+    else:
+        peak = tl.max(z, 0)
     tl.store(peaks + at, peak)
     tl.store(firsts + at, tl.min(tl.where(z == peak, ids, VOCAB - 1), 0))
     if WEIGH:
-        temperature = tl.load(table + tl.load(draw_rows + draw) * 8).to(tl.float32, bitcast=True)
+        temperature = tl.load(table + device_row * 8).to(tl.float32, bitcast=True)
         mass = tl.zeros((), tl.int64)
-        if (temperature > 0.0) & (peak > NEG_INF) & (peak < float("inf")):
+        if (few == 0) & (temperature > 0.0) & (peak > NEG_INF) & (peak < float("inf")):
             mass = tl.sum(weight(z, peak, slope(temperature)), 0)
         tl.store(masses + at, mass)

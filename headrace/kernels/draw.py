@@ -9,7 +9,7 @@ from headrace.kernels import pdl
 from headrace.kernels.philox import uniform
 from headrace.kernels.truncation import kept_of
 from headrace.kernels.typical import typical_weights, wants_typical
-from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, slope, unordered, weight
+from headrace.kernels.weights import COLUMNS, NEG_INF, is_few, ordered, slope, unordered, weight
 
 
 @triton.jit
@@ -48,7 +48,8 @@ def draw_kernel(
     TYPICAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (draws,). Greedy rows take the first largest logit, others the token at u.
+    """Grid (draws,). Greedy rows take the first largest logit, others the token at u; those of
+    few tokens `few_kernel` has drawn.
 
     With TRUNCATE `masses` holds the weights above the row's edge and `equals` [draws, chunks]
     counts the tokens on it, of which the first rooms[draw] stay. With TYPICAL, in rows that use
@@ -68,10 +69,12 @@ def draw_kernel(
     fine = (peak > NEG_INF) & (peak < float("inf"))
     owner = tl.min(tl.where(chunk_peak == peak, chunk, CHUNKS_PADDED), 0)
     token = tl.load(firsts + draw * CHUNKS + owner)
+    mine = table + device_row * 8
+    drawn = draw < 0  # no
     if WEIGH:
-        mine = table + device_row * 8
+        drawn = is_few(mine)
         temperature = tl.load(mine).to(tl.float32, bitcast=True)
-        if (temperature > 0.0) & fine:
+        if (temperature > 0.0) & fine & (drawn == 0):
             scale = slope(temperature)
             base = tl.where(chunk_peak > NEG_INF, chunk_peak, peak)
             mass = tl.load(masses + at, mask=real, other=0)
@@ -138,5 +141,7 @@ def draw_kernel(
                         tl.sum(tl.where(here, on_left, 0), 0),
                     )  # fmt: skip
             token = _first_over(ids, weights, local, VOCAB)
-    tl.store(tokens + draw, tl.where(fine, token, tl.where(peak > NEG_INF, -1, -2)))
-    tl.store(last + device_row, tl.where(fine, token, 0))
+    tl.store(
+        tokens + draw, tl.where(fine, token, tl.where(peak > NEG_INF, -1, -2)), mask=drawn == 0
+    )
+    tl.store(last + device_row, tl.where(fine, token, 0), mask=drawn == 0)

@@ -8,12 +8,11 @@ import numpy as np
 
 from headrace.messages import Sampling
 
-Kind = Literal["greedy", "plain", "full", "typical of few", "typical"]
+Kind = Literal["greedy", "plain", "few", "full", "typical"]
 # Each can do what those before it can.
-KINDS: tuple[Kind, ...] = ("greedy", "plain", "full", "typical of few", "typical")
-TYPICAL_KINDS: tuple[Kind, ...] = ("typical of few", "typical")
+KINDS: tuple[Kind, ...] = ("greedy", "plain", "few", "full", "typical")
 
-FEW = 1024  # largest top_k of rows whose tokens are few
+FEW = 256  # largest top_k of rows whose tokens are few
 WIDTH = 8  # temperature, top_k, top_p, min_p, seed low, seed high, choice, rest of top_p
 GREEDY_BELOW = 1e-5  # as in sampling.params
 _LARGEST = 3e38  # a temperature at which every finite logit has the same weight
@@ -39,11 +38,18 @@ def pack(sampling: Sampling, choice: int) -> list[int]:
     return [temperature, min(sampling.top_k, 2**31 - 1), p, min_p, low, high, which, rest]
 
 
+def is_few(sampling: Sampling) -> bool:
+    """Whether a sampled row's top_k leaves so few tokens that one program does the rest."""
+    return 0 < sampling.top_k <= FEW
+
+
 def kind_of(sampling: Sampling) -> Kind:
     """The least kind of call that can draw such a row."""
     if sampling.temperature < GREEDY_BELOW:
         return "greedy"
+    if is_few(sampling):
+        return "few"
     if sampling.typical_p < 1.0:
-        return "typical of few" if 0 < sampling.top_k <= FEW else "typical"
+        return "typical"
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
     return "full" if truncates else "plain"

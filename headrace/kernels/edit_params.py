@@ -12,7 +12,7 @@ import math
 import numpy as np
 import triton.language as tl
 
-from headrace.kernels.draw_params import GREEDY_BELOW
+from headrace.kernels.draw_params import GREEDY_BELOW, is_few
 from headrace.messages import Sampling
 
 # Entries of a row. Lists lie in the arena in this order, from AT on: bias ids, bias values,
@@ -27,7 +27,7 @@ WORDS = tl.constexpr(6)
 LONGEST_WORD = tl.constexpr(7)
 MIN_TOKENS = tl.constexpr(8)
 PROMPT_TOKENS = tl.constexpr(9)
-USES = tl.constexpr(10)  # bits: which of the penalties
+USES = tl.constexpr(10)  # bits: which of the penalties; whether top_k is small
 REPETITION = tl.constexpr(11)  # two entries, as those below
 FREQUENCY = tl.constexpr(13)
 PRESENCE = tl.constexpr(15)
@@ -45,6 +45,7 @@ WIDTH = tl.constexpr(32)
 USES_REPETITION = tl.constexpr(1)
 USES_LZ = tl.constexpr(2)
 USES_DRY = tl.constexpr(4)
+IS_FEW = tl.constexpr(8)
 
 EDIT_WIDTH: int = 32
 _MOST = 2**31 - 1
@@ -112,6 +113,8 @@ def pack_edits(sampling: Sampling, prompt_tokens: int, at: int) -> list[int]:
         _double(row, LZ_STRENGTH.value, lz.strength)
         row[LZ_WINDOW.value] = min(lz.window, _MOST)
     sampled = is_sampled(sampling)
+    if sampled and is_few(sampling):
+        row[USES.value] |= IS_FEW.value
     _double(row, SIGMA.value, sampling.top_n_sigma if sampled else 0.0)
     _double(row, TYPICAL.value, sampling.typical_p if sampled else 1.0)
     return row

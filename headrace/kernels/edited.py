@@ -1,10 +1,10 @@
 """Rows whose logits are not the model's any more: rules, penalties, masks and top_n_sigma, written
 into float32 rows of their own that `sampling.sample` then draws from.
 
-Launches: 2, and 2 more where a row uses top_n_sigma. Rules and penalties touch only the ids that a
-list or the sequence names; what is read whole is one row of logits, once. A changed logit is
-computed in float64 and rounded to float32 after each penalty, so it is within 2^-24 of its size a
-penalty; `sampling.sample` promises the same of these logits as of any others.
+Launches: 2, and 2 more where a row uses top_n_sigma without a small top_k. Rules and penalties
+touch only the ids that a list or the sequence names; what is read whole is one row of logits, once.
+A changed logit is computed in float64 and rounded to float32 after each penalty, so it is within
+2^-24 of its size a penalty; `sampling.sample` promises the same of these logits as of any others.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def edit(
     sigma: bool,
     with_pdl: bool = False,
 ) -> None:
-    """wide.logits[j] = what draw j draws from: everything that comes before temperature, and
-    top_n_sigma if `sigma`.
+    """wide.logits[j] = what draw j draws from: everything that comes before temperature, and, if
+    `sigma`, top_n_sigma of rows whose tokens are not few (of the others `few_kernel` does it).
 
     logits [R, vocab] contiguous; masks [m, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is
     token t; positions [T] int32.

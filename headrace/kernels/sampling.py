@@ -2,8 +2,8 @@
 temperature, top_k, top_p, min_p, then one inverse CDF a row with a counter-based uniform number.
 
 Nothing here waits for the device, sorts a vocabulary or depends on a value on the host, so a call
-can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 6 for "full", 10 for
-"typical of few", 13 for "typical".
+can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 3 for "few", 7 for "full", 14
+for "typical".
 
 What is promised: a row's token depends on that row alone, bit by bit: not on the number of draws,
 nor on the kind of the call. It equals the pipeline's unless u, or the edge of top-p or min-p,
@@ -23,7 +23,8 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.chunk_peaks import chunk_peaks_kernel
 from headrace.kernels.draw import draw_kernel
-from headrace.kernels.draw_params import KINDS, TYPICAL_KINDS, WIDTH, Kind
+from headrace.kernels.draw_params import FEW, KINDS, WIDTH, Kind
+from headrace.kernels.few import few_kernel
 from headrace.kernels.launch import launch
 from headrace.kernels.settle import centre_kernel, settle_kernel
 from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
@@ -38,6 +39,8 @@ from headrace.kernels.typical import (
 CHUNK = 4096  # logits a program: 38 programs for one row of 152064
 SAMPLE = 1024  # logits that say where an edge should lie
 CANDIDATES = 32768  # a flat row's bracket holds 11 % of its vocabulary
+GROUP = 64  # neighbours of which rows of few tokens know the largest
+HELD = 1024  # tokens that a program of theirs holds at once
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -72,6 +75,12 @@ class Scratch:
     limits: Tensor  # [draws] int32
     lefts: Tensor  # [draws] int64
     on_mass: Tensor  # [draws, chunks] int64
+    tops: Tensor  # [draws, chunks * chunk / group] int32; from here on for "few"
+    few_moments: Tensor  # [3, draws, chunks] float64
+    few_keys: Tensor  # [draws, few_room] int32
+    few_ids: Tensor  # [draws, few_room] int32
+    group: int
+    held: int
 
     @classmethod
     def allocate(
@@ -83,8 +92,12 @@ class Scratch:
         chunk: int = CHUNK,
         sample: int = SAMPLE,
         candidates: int = CANDIDATES,
+        group: int = GROUP,
+        held: int = HELD,
+        few_room: int = 4 * HELD,
     ) -> Scratch:
-        """chunk and sample are powers of two. 0.13 MB a draw, nearly all of it candidates."""
+        """Sizes are powers of two. 0.18 MB a draw, most of it candidates."""
+        assert FEW <= held <= few_room, f"{FEW} tokens can stay, {held} are held of {few_room}"
         assert vocab < 2**22, "2^22 weights of 2^40 are what an int64 holds"
         chunks = triton.cdiv(vocab, chunk)
 
@@ -116,6 +129,12 @@ class Scratch:
             empty(draws),
             empty(draws, dtype=torch.int64),
             empty(draws, chunks, dtype=torch.int64),
+            empty(draws, chunks * (chunk // group)),
+            empty(3, draws, chunks, dtype=torch.float64),
+            empty(draws, few_room),
+            empty(draws, few_room),
+            group,
+            held,
         )
 
 
@@ -141,10 +160,11 @@ def sample(
     [D]. Draw j reads row sources[j] of the logits, the parameters of row draw_rows[j] and the
     position positions[draw_tokens[j]] + 1.
     A row with NaN or +inf: tokens[j] = -1; one without a finite logit: -2. Then last = 0.
-    kind: "greedy" if every row is, "plain" if no row truncates, else "full"; a wider kind gives
-    the same tokens. "typical" obeys typical_p too, as `edits` [rows, EDIT_WIDTH] has it: it needs
-    float32 logits, a row for each draw, and writes to them. "typical of few" is quicker where every
-    row with typical_p has a small top_k, slow where not.
+    kind: "greedy" if every row is, "plain" if no row truncates, "few" if those that do have a top_k
+    of 1 to FEW, else "full", or "typical" if others use typical_p; a wider kind gives the same
+    tokens. Rows of edited logits pass `edits` [rows, EDIT_WIDTH] for typical_p, and for top_n_sigma
+    of rows of few tokens. "typical" needs it and float32 logits, a row for each draw, and writes to
+    them.
     """
     draws, vocab = tokens.shape[0], logits.shape[1]
     assert kind in KINDS, f"kind {kind!r}"
@@ -160,24 +180,36 @@ def sample(
         return
     chunks = scratch.peaks.shape[1]
     common: dict[str, Any] = {"VOCAB": vocab, "CHUNKS": chunks, **pdl.options(with_pdl)}
-    weigh, typical = kind != "greedy", kind in TYPICAL_KINDS
+    weigh, typical = kind != "greedy", kind == "typical"
     truncate = typical or kind == "full"
+    listed = truncate or kind == "few"
+    changes = params if edits is None else edits
+    few: dict[str, Any] = {"GROUP": scratch.group, "EDITED": edits is not None and listed, **common}
     launch(chunk_peaks_kernel, (chunks, draws),
         logits, sources, params, draw_rows, scratch.peaks, scratch.firsts, scratch.masses,
-        CHUNK=scratch.chunk, WEIGH=weigh, num_warps=8, **common,
+        scratch.tops, changes, scratch.few_moments,
+        CHUNK=scratch.chunk, WEIGH=weigh, LIST=listed, num_warps=8, **few,
     )  # fmt: skip
+    if listed:
+        groups = scratch.tops.shape[1]
+        launch(few_kernel, (draws,),
+            logits, sources, params, changes, positions, draw_tokens, draw_rows, last, tokens,
+            scratch.peaks, scratch.tops, scratch.few_moments, scratch.few_keys, scratch.few_ids,
+            CHUNKS_PADDED=triton.next_power_of_2(chunks),
+            GROUPS=groups, GROUPS_PADDED=triton.next_power_of_2(groups),
+            HELD=scratch.held, ROOM=scratch.few_keys.shape[1], num_warps=8, **few,
+        )  # fmt: skip
     if truncate:
         _truncate((logits, sources, params, draw_rows, scratch.peaks), draws, scratch, common)
     if typical:
         assert edits is not None, "typical_p stands in `edits`"
         inputs = (logits, params, edits, draw_rows, scratch.peaks)
-        _keep_typical(inputs, draws, scratch, common, few=kind != "typical")
+        _keep_typical(inputs, draws, scratch, common)
     launch(draw_kernel, (draws,),
         logits, sources, params, positions, draw_tokens, draw_rows, last, tokens,
         scratch.peaks, scratch.firsts, scratch.masses,
         scratch.equals, scratch.edges, scratch.rooms,
-        params if edits is None else edits,
-        scratch.on_mass, scratch.centres, scratch.limits, scratch.lefts,
+        changes, scratch.on_mass, scratch.centres, scratch.limits, scratch.lefts,
         CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
         WEIGH=weigh, TRUNCATE=truncate, TYPICAL=typical,
         num_warps=8 if weigh else 1, **common,
@@ -210,9 +242,9 @@ def _truncate(inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[
 
 
 def _keep_typical(
-    inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[str, Any], *, few: bool
+    inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[str, Any]
 ) -> None:
-    """Of what `_truncate` left, which tokens are typical. few: of rows that it left few tokens."""
+    """Of what `_truncate` left, which tokens are typical."""
     assert inputs[0].dtype == torch.float32, "typical_p needs float32 logits"
     assert inputs[0].shape[0] >= draws, "typical_p needs a row of logits for each draw"
     chunks = at.peaks.shape[1]
@@ -227,15 +259,14 @@ def _keep_typical(
         *inputs, at.moments, at.centres, at.pivots, num_warps=1, **common,
     )  # fmt: skip
     known = (at.edges, at.counts, at.kept_mass, at.centres)
-    for again in () if few else (False, True):
+    for again in (False, True):
         launch(narrow_kernel, (chunks, draws),
             *inputs, *known, at.pivots, at.near, ROOM=room, AGAIN=again, **spread,
         )  # fmt: skip
-    if not few:
-        launch(collect_kernel, (chunks, draws),
-            *inputs, *known, at.pivots, at.near, at.candidates, at.spans, at.below_mass,
-            ROOM=room, maxnreg=64, **spread,
-        )  # fmt: skip
+    launch(collect_kernel, (chunks, draws),
+        *inputs, *known, at.pivots, at.near, at.candidates, at.spans, at.below_mass,
+        ROOM=room, maxnreg=64, **spread,
+    )  # fmt: skip
     launch(typical_kernel, (draws,),
         *inputs, *known, at.candidates.view(torch.float32), at.spans, at.below_mass,
         at.limits, at.lefts, ROOM=room, num_warps=16, **common,

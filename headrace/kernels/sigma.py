@@ -7,8 +7,27 @@ import triton.language as tl
 
 from headrace.kernels import pdl
 from headrace.kernels.edit import double
-from headrace.kernels.edit_params import SIGMA, WIDTH
+from headrace.kernels.edit_params import IS_FEW, SIGMA, USES, WIDTH
 from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, unordered
+
+
+@triton.jit
+def wide_sigma(mine):
+    """top_n_sigma of a row; 0 where it has none, and where `few_kernel` cuts."""
+    return tl.where((tl.load(mine + USES) & IS_FEW) == 0, double(mine + SIGMA), 0.0)
+
+
+@triton.jit
+def floor_of(count, total, squares, peak, n):
+    """The least float32 logit that stays, of finite logits' count, sum and sum of squares."""
+    count = tl.maximum(count, 1.0)
+    mean = total / count
+    least = peak.to(tl.float64) - n * tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
+    least = tl.maximum(least, -3.4028234663852886e38)
+    nearest = least.to(tl.float32)
+    # The next float32 where it was rounded down: a comparison of floats is exact.
+    above = unordered(ordered(nearest) + 1)
+    return tl.where(nearest.to(tl.float64) < least, above, nearest)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -23,12 +42,12 @@ def moments_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (chunks, draws). moments [draws, chunks, 4] float64 of finite logits: how many, their
-    sum, sum of squares, largest. Only rows that use top_n_sigma.
+    sum, sum of squares, largest. Only rows that `wide_sigma` names.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
-    n = double(edits + tl.load(draw_rows + draw) * WIDTH + SIGMA)
+    n = wide_sigma(edits + tl.load(draw_rows + draw) * WIDTH)
     if n > 0.0:
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         row = wide + draw.to(tl.int64) * VOCAB
@@ -58,19 +77,16 @@ def sigma_kernel(
     pdl.release(PDL)
     pdl.wait(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
-    n = double(edits + tl.load(draw_rows + draw) * WIDTH + SIGMA)
+    n = wide_sigma(edits + tl.load(draw_rows + draw) * WIDTH)
     if n > 0.0:
         each = tl.arange(0, CHUNKS_PADDED)
         real = each < CHUNKS
         mine = moments + (draw * CHUNKS + each) * 4
-        count = tl.maximum(tl.sum(tl.load(mine, mask=real, other=0.0), 0), 1.0)
-        mean = tl.sum(tl.load(mine + 1, mask=real, other=0.0), 0) / count
-        square = tl.sum(tl.load(mine + 2, mask=real, other=0.0), 0) / count
+        count = tl.sum(tl.load(mine, mask=real, other=0.0), 0)
+        total = tl.sum(tl.load(mine + 1, mask=real, other=0.0), 0)
+        squares = tl.sum(tl.load(mine + 2, mask=real, other=0.0), 0)
         peak = tl.max(tl.load(mine + 3, mask=real, other=NEG_INF), 0)
-        least = peak - n * tl.sqrt(tl.maximum(square - mean * mean, 0.0))
-        nearest = least.to(tl.float32)
-        if nearest.to(tl.float64) < least:  # the next float32: a comparison of floats is exact
-            nearest = unordered(ordered(nearest) + 1)
+        nearest = floor_of(count, total, squares, peak, n)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         row = wide + draw.to(tl.int64) * VOCAB
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)

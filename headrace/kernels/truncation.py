@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import pdl
-from headrace.kernels.weights import COLUMNS, NEG_INF, ONE, ordered, slope, unordered, weight
+from headrace.kernels.weights import (
+    COLUMNS,
+    NEG_INF,
+    ONE,
+    is_few,
+    ordered,
+    slope,
+    unordered,
+    weight,
+)
 
 SIGMAS = tl.constexpr(3.5)  # of a bracket: about one row in 2000 is missed
 SURE = tl.constexpr(8)  # so many of the sample are always inside: a peaked row's top is not in it
@@ -96,7 +105,8 @@ def bracket_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (draws,). brackets [draws, 2] int32: the edge should be in [low, high), in short keys;
-    low = high where nothing is to be searched. Zeroes counts [draws, 2] and above_mass [draws].
+    low = high where nothing is to be searched, as in rows of few tokens, which `few_kernel` draws.
+    Zeroes counts [draws, 2] and above_mass [draws].
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -107,7 +117,7 @@ def bracket_kernel(
     fine = (peak > NEG_INF) & (peak < float("inf"))
     low = tl.zeros((), tl.int32)
     high = tl.zeros((), tl.int32)
-    if (temperature > 0.0) & fine & ((top_k > 0) | (top_p < 1.0)):
+    if (temperature > 0.0) & fine & ((top_k > 0) | (top_p < 1.0)) & (is_few(mine) == 0):
         i = tl.arange(0, SAMPLE)
         # Fractions of the golden ratio: evenly spread over the row, in no step with its order.
         golden = i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
@@ -333,7 +343,8 @@ def edge_kernel(
             )  # fmt: skip
         edge = ordered(_logit(short, LOW))
         room = tl.minimum(room64, VOCAB).to(tl.int32)
-    if (temperature > 0.0) & (min_p > 0.0) & (peak > NEG_INF) & (peak < float("inf")):
+    cuts = (temperature > 0.0) & (min_p > 0.0) & (is_few(mine) == 0)
+    if cuts & (peak > NEG_INF) & (peak < float("inf")):
         # exp((z - peak) / T) >= min_p, without an exponential: z >= peak + T log(min_p).
         least = peak.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
         least = tl.maximum(least, -3.4e38)

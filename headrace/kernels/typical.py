@@ -21,7 +21,7 @@ from headrace.kernels import pdl
 from headrace.kernels.edit import double
 from headrace.kernels.edit_params import TYPICAL, WIDTH
 from headrace.kernels.truncation import KEEP_ALL, kept_of
-from headrace.kernels.weights import COLUMNS, NEG_INF, ONE, ordered, slope, weight
+from headrace.kernels.weights import COLUMNS, NEG_INF, ONE, is_few, ordered, slope, weight
 
 PIVOTS = tl.constexpr(8)  # distances weighed in one pass
 BLOCK = tl.constexpr(1024)  # candidates or logits that the last search handles at a time
@@ -32,8 +32,14 @@ LIGHTEST = tl.constexpr(28.5)  # (peak - z) / T of whatever weighs anything is l
 
 @triton.jit
 def distance_of(z, centre_at):
-    """float32 |z - centre|, the centre being two floats; of -inf the largest."""
-    far = tl.abs((z - tl.load(centre_at)) - tl.load(centre_at + 1))
+    """`distance_from` the centre that stands there."""
+    return distance_from(z, tl.load(centre_at), tl.load(centre_at + 1))
+
+
+@triton.jit
+def distance_from(z, centre, rest):
+    """float32 |z - centre|, the centre being the sum of two floats; of -inf the largest."""
+    far = tl.abs((z - centre) - rest)
     return tl.where(z > NEG_INF, tl.minimum(far, 3.4028234663852886e38), 3.4028234663852886e38)
 
 
@@ -58,10 +64,11 @@ def row_sum(parts, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
 
 @triton.jit
 def wants_typical(table, edits, row, peak):
-    """(whether the row's typical tokens are wanted, temperature, p)."""
+    """(whether the row's typical tokens are wanted here, temperature, p)."""
     temperature = tl.load(table + row * 8).to(tl.float32, bitcast=True)
     p = double(edits + row * WIDTH + TYPICAL)
     wanted = (temperature > 0.0) & (p < 1.0) & (peak > NEG_INF) & (peak < float("inf"))
+    wanted = wanted & (is_few(table + row * 8) == 0)
     return wanted, temperature, p
 
 
@@ -86,7 +93,7 @@ def _is_listed(edge, count, top_k, ROOM: tl.constexpr):
 
 
 @triton.jit
-def _least(p, total):
+def least_of(p, total):
     """The weight that typical tokens reach, of int64 `total` > 0."""
     return tl.minimum(tl.maximum(tl.ceil(p * total.to(tl.float64)).to(tl.int64), 1), total)
 
@@ -153,7 +160,7 @@ def narrow_kernel(
         i = tl.arange(0, PIVOTS)
         if AGAIN:
             total = row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED)
-            target = _least(p, total).to(tl.float64) / ONE
+            target = least_of(p, total).to(tl.float64) / ONE
             slack = total.to(tl.float64) * (SLACK / ONE)
             low, high = _narrowed(
                 -1.0, _widest(centres + draw * 2, peak, temperature), near, pivots, draw,
@@ -214,7 +221,7 @@ def collect_kernel(
     if wanted & (listed == 0):
         draws = tl.num_programs(1)
         total = row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED)
-        target = _least(p, total).to(tl.float64) / ONE
+        target = least_of(p, total).to(tl.float64) / ONE
         slack = total.to(tl.float64) * (SLACK / ONE)
         low, high = _narrowed(
             -1.0, _widest(centres + draw * 2, peak, temperature), near, pivots, draw,
@@ -317,7 +324,7 @@ def typical_kernel(
     wanted, temperature, p = wants_typical(table, edits, device_row, peak)
     if wanted:
         centre_at = centres + draw * 2
-        least = _least(p, row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED))
+        least = least_of(p, row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED))
         scale = slope(temperature)
         top_k = tl.load(table + device_row * 8 + 1)
         n = tl.load(counts + draw * 2)

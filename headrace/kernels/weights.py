@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.kernels import draw_params
+
 # Small int32 columns: their alignment is not a reason to compile a kernel anew.
 COLUMNS = (
     *("table", "positions", "draw_tokens", "draw_rows", "last", "tokens"),
@@ -18,6 +20,14 @@ COLUMNS = (
 
 NEG_INF = tl.constexpr(float("-inf"))
 ONE = tl.constexpr(1 << 40)  # the peak's weight
+FEW = tl.constexpr(draw_params.FEW)
+
+
+@triton.jit
+def is_few(mine):
+    """Whether `few_kernel` draws this row of the table: it samples, and its top_k is small."""
+    top_k = tl.load(mine + 1)
+    return (tl.load(mine).to(tl.float32, bitcast=True) > 0.0) & (top_k > 0) & (top_k <= FEW)
 
 
 @triton.jit

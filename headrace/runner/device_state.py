@@ -11,7 +11,7 @@ import torch
 
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels import state
-from headrace.kernels.draw_params import KINDS, WIDTH, Kind, kind_of, pack
+from headrace.kernels.draw_params import KINDS, WIDTH, Kind, is_few, kind_of, pack
 from headrace.kernels.edit_params import EDIT_WIDTH, edits, lists_of, pack_edits
 from headrace.messages import Grow, Join, Sampling, StepPlan
 from headrace.runner.arena import Arena
@@ -160,8 +160,9 @@ class DeviceState:
         return KINDS[max(map(self._kinds.__getitem__, rows))]
 
     def cuts_at_sigma(self, row: int) -> bool:
-        """Whether the row uses top_n_sigma."""
-        return row in self.edited and self.edited[row].top_n_sigma > 0.0
+        """Whether the row uses top_n_sigma, and its logits must be written to for that."""
+        sampling = self.edited.get(row)
+        return sampling is not None and sampling.top_n_sigma > 0.0 and not is_few(sampling)
 
     def compile(self) -> None:
         """Launch the kernel of this table, for `kernels.launch.compiling`."""

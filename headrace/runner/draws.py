@@ -21,13 +21,13 @@ from headrace.backends.cuda.mask_upload import MaskUpload
 from headrace.backends.cuda.upload import Upload
 from headrace.engine.protocol import Masks
 from headrace.kernels import edited, sampling
-from headrace.kernels.draw_params import KINDS, TYPICAL_KINDS, Kind
+from headrace.kernels.draw_params import KINDS, Kind
 from headrace.kernels.logprobs import ENTRY, LogprobScratch, logprobs
 from headrace.messages import StepPlan
 from headrace.runner.device_state import DeviceState
 from headrace.runner.step_input import StepInput
 
-WIDE_ROWS = 128  # edited rows at a time: 1.2 MB each at 152064 tokens
+WIDE_ROWS = 256  # edited rows at a time: 1.2 MB each at 152064 tokens
 _COLUMNS = (
     6  # token, device row, row of logits, mask; of asks: place among the draws, row of logits
 )
@@ -210,7 +210,7 @@ class Draws:
         tokens = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
         some = slice(0, self._wide.logits.shape[0])
         for kind in KINDS:
-            if kind not in TYPICAL_KINDS:
+            if kind != "typical":
                 self._draw_plain(source, logits, tokens, kind)
             self._draw_edited(source, logits, tokens, some, kind, sigma=True)
         for listed in (False, True):

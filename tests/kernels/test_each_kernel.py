@@ -54,9 +54,10 @@ CASES: dict[str, Case] = {
     "_merge_kernel": lambda on: test_dense_prefill.test_merge(DTYPE, 7, 5, 80),
     "_poke_kernel": lambda on: test_state.test_poke(on, 1000, 600, 599),
     "_copy_kernel": lambda on: test_state.test_copy_blocks(on, DTYPE, True),
-    "bracket_kernel gather_kernel edge_kernel kept_kernel chunk_peaks_kernel draw_kernel": (
-        lambda on: test_sampling.test_masked_tokens_are_never_drawn()
-    ),
+    (
+        "bracket_kernel gather_kernel edge_kernel kept_kernel chunk_peaks_kernel few_kernel "
+        "draw_kernel"
+    ): lambda on: test_sampling.test_masked_tokens_are_never_drawn(),
     "widen_kernel edit_kernel moments_kernel sigma_kernel": (
         lambda on: test_edited.test_long_sequences()
     ),

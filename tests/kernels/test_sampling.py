@@ -46,6 +46,7 @@ def draw(
     first_choice: int = 0,
     sample_size: int = 1024 if CUDA else 64,
     candidates: int = 32768,
+    few_sizes: tuple[int, int, int] = (64, 1024, 4096),
 ) -> Drawn:
     """Draw j by device row 2 j + 1 and token (D - 1 - j), so that no index can be mixed up."""
     draws, vocab = logits.shape
@@ -55,9 +56,11 @@ def draw(
     column = torch.tensor([p - 1 for p in reversed(positions)], dtype=torch.int32, device=DEVICE)
     last = torch.full((2 * draws + 1,), -77, dtype=torch.int32, device=DEVICE)
     tokens = torch.full((draws + 1,), -99, dtype=torch.int32, device=DEVICE)
+    group, held, few_room = few_sizes
     scratch = Scratch.allocate(
-        draws + 3, vocab, DEVICE, chunk=CHUNK, sample=sample_size, candidates=candidates
-    )
+        draws + 3, vocab, DEVICE, chunk=CHUNK, sample=sample_size, candidates=candidates,
+        group=group, held=held, few_room=few_room,
+    )  # fmt: skip
     for field in dataclasses.fields(scratch):
         value = getattr(scratch, field.name)
         if isinstance(value, Tensor):
@@ -174,6 +177,30 @@ def test_equal_logits_at_the_edge(dtype: torch.dtype) -> None:
     check(logits, rows, draw(logits, rows, positions), positions)
 
 
+@pytest.mark.parametrize("few_sizes", [(8, 1024, 1024), (64, 256, 1024), (64, 256, 256)])
+@pytest.mark.parametrize("ties", [True, False])
+def test_small_top_k(few_sizes: tuple[int, int, int], ties: bool) -> None:
+    """Groups that name nearly the k largest; more candidates than a program holds; more than there
+    is room for. With ties of more tokens than stay, all of them on one edge.
+    """
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(7))
+    logits = (logits * (0.4 if ties else 3.0)).bfloat16()
+    logits = logits.round() if ties else logits
+    logits[1, 5:] = float("-inf")
+    logits[2, : VOCAB // 2] = float("-inf")
+    rows = [
+        Sampling(top_k=1, seed=1),
+        Sampling(top_k=9, seed=2),
+        Sampling(top_k=256, top_p=0.6, seed=3),
+        Sampling(top_k=200, min_p=0.02, temperature=2.0, seed=4),
+        Sampling(top_k=100, top_p=0.99, min_p=1.0, seed=5),
+        Sampling(top_k=40, top_p=1e-9, seed=6),
+    ]
+    positions = list(range(9, 15))
+    drawn = draw(logits, rows, positions, "few", few_sizes=few_sizes)
+    check(logits, rows, drawn, positions)
+
+
 def test_top_p_of_equal_tokens_counts_them_exactly() -> None:
     """Ten equal tokens and p = 0.3 leave three: p is kept to more than float32."""
     logits = torch.full((9, 10), 2.0)
@@ -227,7 +254,7 @@ def test_a_row_is_drawn_alike_alone_in_a_crowd_and_by_every_kind() -> None:
     rows = [Sampling(temperature=0.0), Sampling(seed=5), Sampling(seed=6, temperature=0.6)]
     rows += [Sampling(seed=7, top_p=0.8), Sampling(seed=8, top_k=9), Sampling(temperature=0.0)]
     kinds: list[list[Kind]] = [["greedy", "plain", "full"], ["plain", "full"], ["plain", "full"]]
-    kinds += [["full"], ["full"], ["greedy", "plain", "full"]]
+    kinds += [["full"], ["few", "full"], ["greedy", "plain", "full"]]
     assert [kind_of(row) for row in rows] == [allowed[0] for allowed in kinds]
     crowd = draw(logits, rows, [3] * 6).tokens
     for j, allowed in enumerate(kinds):
