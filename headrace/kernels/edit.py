@@ -45,6 +45,7 @@ from headrace.kernels.widen import open_bit
 
 LONGEST_MATCH = tl.constexpr(256)  # tokens of a repeat that dry counts
 MOST_DRY = tl.constexpr(1000.0)
+BREAKERS_TOGETHER = tl.constexpr(16)
 LZ_LOOKBACK = tl.constexpr(32)
 SEEN = tl.constexpr(-(2**31))  # mark of a token of the prompt
 PLACES = tl.constexpr(2**25)  # lz marks are match length * PLACES + place in the window + 1
@@ -138,14 +139,16 @@ def _repetition(z, marks, mine, slots, table, length, BLOCK, N: tl.constexpr):
 
 
 @triton.jit
-def _lz(z, marks, mine, slots, table, length, VOCAB, BLOCK, N: tl.constexpr):
+def _lz(z, marks, mine, slots, table, length, scratch, VOCAB, BLOCK, N: tl.constexpr):
     begin = _begin_of(mine, LZ_WINDOW, length)
     strength = double(mine + LZ_STRENGTH)
     for start in range(begin, length, N):
         at = start + tl.arange(0, N)
         real = at < length
         ids = ids_at(slots, table, at, real, BLOCK)
-        matched = match_lengths(slots, table, at, real, begin, length, LZ_LOOKBACK, BLOCK)
+        matched = match_lengths(
+            slots, table, start, begin, length, LZ_LOOKBACK, scratch, BLOCK, N
+        )  # fmt: skip
         mark = matched * PLACES + (at - begin) + 1
         tl.atomic_max(marks + ids, mark, mask=real, sem="relaxed")
     tl.debug_barrier()
@@ -166,13 +169,16 @@ def _lz(z, marks, mine, slots, table, length, VOCAB, BLOCK, N: tl.constexpr):
 @triton.jit
 def _is_breaker(ids, breakers_at, breakers):
     found = ids != ids
-    for i in range(breakers):
-        found = found | (ids == tl.load(breakers_at + i))
+    lane = tl.arange(0, BREAKERS_TOGETHER)
+    for start in range(0, breakers, BREAKERS_TOGETHER):
+        known = tl.load(breakers_at + start + lane, mask=start + lane < breakers, other=-2)
+        equal = ids[:, None] == known[None, :]
+        found = found | (tl.max(equal.to(tl.int32), 1) > 0)
     return found
 
 
 @triton.jit
-def _dry(z, marks, mine, arena, slots, table, length, BLOCK, N: tl.constexpr):
+def _dry(z, marks, mine, arena, slots, table, length, scratch, BLOCK, N: tl.constexpr):
     begin = _begin_of(mine, DRY_WINDOW, length)
     allowed = tl.load(mine + DRY_ALLOWED)
     multiplier, log_base = double(mine + DRY_MULTIPLIER), double(mine + DRY_LOG_BASE)
@@ -188,7 +194,9 @@ def _dry(z, marks, mine, arena, slots, table, length, BLOCK, N: tl.constexpr):
         for start in range(begin, length, N):
             at = start + tl.arange(0, N)
             real = at < length
-            matched = match_lengths(slots, table, at, real, begin, length, longest, BLOCK)
+            matched = match_lengths(
+                slots, table, start, begin, length, longest, scratch, BLOCK, N
+            )  # fmt: skip
             real = real & (matched >= allowed)
             if tl.max(real.to(tl.int32), 0) > 0:
                 ids = ids_at(slots, table, at, real, BLOCK)
@@ -225,13 +233,14 @@ def edit_kernel(
     wide,
     broken,
     marks,
+    places,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (draws,): one program changes a row of `wide` [draws, VOCAB] float32, which `widen`
-    wrote. A broken row becomes one that cannot be drawn; broken is 0 again.
+    wrote. A broken row becomes one that cannot be drawn; broken is 0 again. places [draws, 2, N].
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -242,6 +251,7 @@ def edit_kernel(
     source = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
     z, mine_marks = wide + draw.to(tl.int64) * VOCAB, marks + draw.to(tl.int64) * VOCAB
     slot = tl.load(mask_slots + draw)
+    scratch = places + draw * 2 * N
     _rules(z, source, mine, arena, masks, slot, slots, table, length, VOCAB, BLOCK, N)
     uses = tl.load(mine + USES)
     if uses & USES_REPETITION:
@@ -249,10 +259,10 @@ def edit_kernel(
         _repetition(z, mine_marks, mine, slots, table, length, BLOCK, N)
     if uses & USES_LZ:
         tl.debug_barrier()
-        _lz(z, mine_marks, mine, slots, table, length, VOCAB, BLOCK, N)
+        _lz(z, mine_marks, mine, slots, table, length, scratch, VOCAB, BLOCK, N)
     if uses & USES_DRY:
         tl.debug_barrier()
-        _dry(z, mine_marks, mine, arena, slots, table, length, BLOCK, N)
+        _dry(z, mine_marks, mine, arena, slots, table, length, scratch, BLOCK, N)
     bad = tl.load(broken + draw)
     tl.debug_barrier()
     if bad != 0:

@@ -57,6 +57,7 @@ class Wide:
     marks: Tensor  # [rows, vocab] int32
     broken: Tensor  # [rows] int32
     moments: Tensor  # [rows, chunks, 4] float64
+    places: Tensor  # [rows, 2, positions] int32
     chunk: int
     positions: int
 
@@ -77,6 +78,7 @@ class Wide:
             torch.zeros((rows, vocab), dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
             torch.empty((rows, chunks, 4), dtype=torch.float64, device=device),
+            torch.empty((rows, 2, positions), dtype=torch.int32, device=device),
             chunk,
             positions,
         )
@@ -84,7 +86,7 @@ class Wide:
     @property
     def size_bytes(self) -> int:
         """All of it."""
-        parts = (self.logits, self.marks, self.broken, self.moments)
+        parts = (self.logits, self.marks, self.broken, self.moments, self.places)
         return sum(part.numel() * part.element_size() for part in parts)
 
 
@@ -123,7 +125,7 @@ def edit(
     launch(edit_kernel, (count,),
         logits, draws.sources, rows.edits, rows.arena, masks, draws.mask_slots,
         positions, draws.tokens, draws.rows, rows.slots, rows.tables, rows.tables.shape[1],
-        wide.logits, wide.broken, wide.marks,
+        wide.logits, wide.broken, wide.marks, wide.places,
         BLOCK=rows.slots.shape[1], N=wide.positions, num_warps=8, **options,
     )  # fmt: skip
     if sigma:
