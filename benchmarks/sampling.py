@@ -1,6 +1,7 @@
 """What sampling adds to a decode step: every stage alone and all of them, beside plain top_p.
 
     python -m benchmarks.sampling [--shape tiny] [--backend cpu] [--batches 1,32,256] [--steps 30]
+                                  [--only "greedy,everything"]
     python -m benchmarks.sampling --stages [--vocab 49152]
 
 The first form times whole steps of a runner with dummy weights: a batch of sequences decodes from
@@ -172,6 +173,8 @@ def time_steps(args: argparse.Namespace) -> None:
         print("| case |" + "".join(f" {n} |" for n in batches))
         print("|---|" + "---:|" * len(batches))
         for name, sampling in CASES.items():
+            if args.only and name not in args.only.split(","):
+                continue
             cells = [f"{decoder.step_s(n, sampling, args.steps) * 1e3:.3f}" for n in batches]
             print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
         runner.close()
@@ -230,6 +233,7 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny", choices=sorted(CONFIGS))
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--batches", default="1,32,256")
+    parser.add_argument("--only", default="", help="cases of the first form, by name")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--vocab", type=int, default=49152)

@@ -1,12 +1,12 @@
 """Microseconds a call of the sampler, inside a CUDA graph:
 
-    python -m benchmarks.gpu.sampler [--wide 128]
+    python -m benchmarks.gpu.sampler [--wide 256] [--kernels everything --kernels plain]
 
 Prints a table; writes sampler.json into $OUT where that is set. Logits are random normals, bf16,
 152064 a row (Qwen2.5's vocabulary); `floor` is one read of them at the speed of a large copy.
 The second part is what rules, penalties, masks, typical_p and log-probabilities cost over sequences
 of 1024 tokens that repeat themselves, edited rows `--wide` at a time; the runner's
-number is the default.
+number is the default. `--kernels`: of these cases also what each kernel takes, for the most rows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from headrace.kernels import edited, pdl
 from headrace.kernels.draw_params import Kind, is_few, kind_of, pack
 from headrace.kernels.edit_params import EDIT_WIDTH, edits, lists_of, pack_edits
+from headrace.kernels.launch import compiling
 from headrace.kernels.logprobs import ENTRY, LogprobScratch, logprobs
 from headrace.kernels.sampling import Scratch, sample
 from headrace.messages import Dry, Lz, Repetition, Rules, Sampling
@@ -184,11 +185,31 @@ class Bench:
             times_us.append(float(begin.elapsed_time(end)) * 1e3 / CALLS)
         return statistics.median(times_us[3:])
 
+    def kernel_us(
+        self, sampling: Sampling, draws: int, spread: float, *, masked: bool = False
+    ) -> list[tuple[str, float]]:
+        """Microseconds of each kernel of a call, in the order of their launches."""
+        logits = (torch.randn(draws, VOCAB, device=self.device) * spread).bfloat16()
+        call = self.calls(sampling, draws, masked=masked)
+        call(logits)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(CALLS):
+                call(logits)
+            torch.cuda.synchronize()
+        taken: dict[str, float] = {}
+        for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+            if event.device_time > 0:
+                taken[event.name] = taken.get(event.name, 0.0) + event.device_time / CALLS
+        return list(taken.items())
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wide", type=int, default=WIDE_ROWS, help="edited rows at a time")
-    wide_rows = parser.parse_args().wide
+    parser.add_argument("--kernels", action="append", default=[], help="a case, by name")
+    args = parser.parse_args()
+    wide_rows = args.wide
     device = torch.device("cuda")
     card = torch.cuda.get_device_name(device)
     speed = copy_speed(device)
@@ -197,12 +218,20 @@ def main() -> None:
     print(f"{'us a call':34}" + "".join(f"{f'D={draws}':>9}" for draws in DRAWS))
     print(f"{'floor':34}" + "".join(f"{floors[draws]:9.1f}" for draws in DRAWS))
     bench = Bench(device, wide_rows)
-    results: dict[str, dict[int, float]] = {}
     asked = {name: (spread, sampling, False) for name, (spread, sampling) in CASES.items()}
     asked |= {name: (3.0, sampling, masked) for name, (sampling, masked) in FAMILIES.items()}
+    with compiling(os.cpu_count() or 1):
+        for _, sampling, masked in asked.values():
+            bench.calls(sampling, 1, masked=masked)(bench.wide.logits[:1].bfloat16())
+    results: dict[str, dict[int, float]] = {}
     for name, (spread, sampling, masked) in asked.items():
         results[name] = {n: bench.call_us(sampling, n, spread, masked=masked) for n in DRAWS}
         print(f"{name:34}" + "".join(f"{results[name][n]:9.1f}" for n in DRAWS), flush=True)
+    for name in args.kernels:
+        spread, sampling, masked = asked[name]
+        print(name + ":", flush=True)
+        for kernel, took_us in bench.kernel_us(sampling, max(DRAWS), spread, masked=masked):
+            print(f"    {kernel:30}{took_us:9.1f}")
     if out := os.environ.get("OUT"):
         report = {
             "card": card,

@@ -1,5 +1,5 @@
 """First pass over logits: of every chunk of every row its largest logit, where, and its weight;
-of rows whose tokens are few, what `few_kernel` starts from."""
+and what `few_kernel` starts from."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def chunk_peaks_kernel(
     masses int64    sum of weights against the chunk's own peak; only if WEIGH, rows that sample,
                     but for those of few tokens
 
-    With LIST, of rows of few tokens: tops [draws, chunks, CHUNK // GROUP] int32, keys of the
-    largest of each group of neighbours; with EDITED, where they use top_n_sigma, moments
+    With LIST, of rows that sample: tops [draws, chunks, CHUNK // GROUP] int32, keys of the largest
+    of each group of neighbours; with EDITED, of rows of few tokens that use top_n_sigma, moments
     [3, draws, chunks] float64: how many logits are finite, their sum, sum of squares.
     """
     pdl.release(PDL)
@@ -54,16 +54,17 @@ def chunk_peaks_kernel(
     z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
     z = tl.where(z == z, z, float("inf"))  # NaN is not equal to itself
     device_row = tl.load(draw_rows + draw)
+    temperature = tl.load(table + device_row * 8).to(tl.float32, bitcast=True)
     few = draw < 0  # no
     if LIST:
         top = tl.max(tl.reshape(z, (CHUNK // GROUP, GROUP)), 1)
         peak = tl.max(top, 0)
         few = is_few(table + device_row * 8)
-        if few:
+        if temperature > 0.0:
             group = at.to(tl.int64) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
             tl.store(tops + group, ordered(top))
             if EDITED:  # noqa: SIM102 - the compiler knows one of the two
-                if double(edits + device_row * EDIT_WIDTH + SIGMA) > 0.0:
+                if few & (double(edits + device_row * EDIT_WIDTH + SIGMA) > 0.0):
                     finite = (z > NEG_INF) & (z < float("inf"))
                     known = tl.where(finite, z, 0.0).to(tl.float64)
                     stride = tl.num_programs(1) * CHUNKS
@@ -75,7 +76,6 @@ def chunk_peaks_kernel(
     tl.store(peaks + at, peak)
     tl.store(firsts + at, tl.min(tl.where(z == peak, ids, VOCAB - 1), 0))
     if WEIGH:
-        temperature = tl.load(table + device_row * 8).to(tl.float32, bitcast=True)
         mass = tl.zeros((), tl.int64)
         if (few == 0) & (temperature > 0.0) & (peak > NEG_INF) & (peak < float("inf")):
             mass = tl.sum(weight(z, peak, slope(temperature)), 0)

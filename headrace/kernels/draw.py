@@ -39,6 +39,7 @@ def draw_kernel(
     centres,
     limits,
     lefts,
+    done,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
@@ -48,8 +49,8 @@ def draw_kernel(
     TYPICAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (draws,). Greedy rows take the first largest logit, others the token at u; those of
-    few tokens `few_kernel` has drawn.
+    """Grid (draws,). Greedy rows take the first largest logit, others the token at u; what
+    `few_kernel` has drawn stays.
 
     With TRUNCATE `masses` holds the weights above the row's edge and `equals` [draws, chunks]
     counts the tokens on it, of which the first rooms[draw] stay. With TYPICAL, in rows that use
@@ -73,6 +74,8 @@ def draw_kernel(
     drawn = draw < 0  # no
     if WEIGH:
         drawn = is_few(mine)
+        if TRUNCATE:
+            drawn = tl.load(done + draw) != 0
         temperature = tl.load(mine).to(tl.float32, bitcast=True)
         if (temperature > 0.0) & fine & (drawn == 0):
             scale = slope(temperature)

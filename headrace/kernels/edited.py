@@ -126,7 +126,7 @@ def edit(
         logits, draws.sources, rows.edits, rows.arena, masks, draws.mask_slots,
         positions, draws.tokens, draws.rows, rows.slots, rows.tables, rows.tables.shape[1],
         wide.logits, wide.broken, wide.marks, wide.places,
-        BLOCK=rows.slots.shape[1], N=wide.positions, num_warps=8, **options,
+        BLOCK=rows.slots.shape[1], N=wide.positions, num_warps=8, maxnreg=128, **options,
     )  # fmt: skip
     if sigma:
         options["CHUNKS"] = chunks

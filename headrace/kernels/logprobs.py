@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, their ranks, and the most likely tokens beside them.
 
 Log-softmax of the model's logits as they are. The vocabulary is read once and not sorted: each
-group of neighbours names its largest, the groups of the largest of those hold the row's, and one
-program a row reads these few again. Reference: `sampling.reference`.
+group of neighbours names its largest, and one program a row finds the row's from those
+(`candidates`). Reference: `sampling.reference`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.candidates import candidates_of
 from headrace.kernels.launch import launch
+from headrace.kernels.truncation import KEEP_ALL
 from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, unordered
 
 MOST: int = 20  # the most likely tokens of a row that can be asked for
 ENTRY: int = 2 + 2 * MOST  # int32 of a result: logprob bits, rank, ids, bits of their logprobs
-_TOP: int = 32  # the power of two that holds them; also the groups of a chunk
+_TOP: int = 32  # the power of two that holds them
+_GROUP: int = 64  # neighbours that name their largest
+_HELD: int = 128  # candidates that are sorted
+_ROOM: int = 1024  # candidates of a row
 _NOTHING = tl.constexpr(-(2**63 - 1))  # below the key of -inf
-
-
-@triton.jit
-def _keys(z, ids, VOCAB: tl.constexpr):
-    keys = (ordered(z).to(tl.int64) << 32) + (VOCAB - ids)
-    return tl.where(ids < VOCAB, keys, _NOTHING)
 
 
 @triton.jit(do_not_specialize_on_alignment=(*COLUMNS, "rows", "which", "targets"))
@@ -43,14 +42,13 @@ def chunk_logprobs_kernel(
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    TOP: tl.constexpr,
+    GROUP: tl.constexpr,
     LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (chunks, asks). Of every chunk, each [asks, chunks]: its largest logit and the sum of
-    exp(z - that), float32; how many logits are larger than the target's. With LIST the largest of
-    each of its TOP groups of neighbours, as int64 keys [asks, chunks, TOP]: a larger logit has the
-    larger key, among equals a lower id.
+    exp(z - that), float32; how many logits are larger than the target's. With LIST tops [asks,
+    chunks, CHUNK // GROUP] int32: keys of the largest of each group of neighbours.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -62,15 +60,17 @@ def chunk_logprobs_kernel(
     target = tl.maximum(tl.load(targets + tl.load(which + ask)), 0)  # < 0: the draw failed
     own = tl.load(row + target).to(tl.float32)
     z = tl.load(row + ids, mask=inside, other=NEG_INF).to(tl.float32)
-    peak = tl.max(z, 0)
+    if LIST:
+        top = tl.max(tl.reshape(z, (CHUNK // GROUP, GROUP)), 1)
+        peak = tl.max(top, 0)
+        group = at.to(tl.int64) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        tl.store(tops + group, ordered(top))
+    else:
+        peak = tl.max(z, 0)
     base = tl.where(peak > NEG_INF, peak, 0.0)
     tl.store(peaks + at, peak)
     tl.store(sums + at, tl.sum(tl.exp(z - base), 0))
     tl.store(above + at, tl.sum((z > own).to(tl.int32), 0))
-    if LIST:
-        keys = tl.reshape(_keys(z, ids, VOCAB), (TOP, CHUNK // TOP))
-        keys = tl.max(keys, 1)
-        tl.store(tops + at.to(tl.int64) * TOP + tl.arange(0, TOP), keys)
 
 
 @triton.jit(do_not_specialize_on_alignment=(*COLUMNS, "rows", "which", "targets", "entries"))
@@ -83,20 +83,24 @@ def row_logprobs_kernel(
     sums,
     above,
     tops,
+    keys_at,
+    ids_at,
     entries,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
     GROUP: tl.constexpr,
+    HELD: tl.constexpr,
+    ROOM: tl.constexpr,
     TOP: tl.constexpr,
     MOST: tl.constexpr,
     LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (asks,). entries [asks, 2 + 2 MOST] int32.
-
-    A row's TOP largest lie in the TOP groups of GROUP tokens whose largest are largest: were one in
-    another, each of those TOP groups would hold a larger one.
+    """Grid (asks,). entries [asks, 2 + 2 MOST] int32; tops is written over; keys_at, ids_at
+    [asks, ROOM] int32.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
@@ -116,15 +120,19 @@ def row_logprobs_kernel(
     tl.store(mine, own.to(tl.float32).to(tl.int32, bitcast=True))
     tl.store(mine + 1, 1 + tl.sum(tl.load(above + at, mask=real, other=0), 0))
     if LIST:
-        each = tl.arange(0, CHUNKS_PADDED * TOP)
-        known = each < CHUNKS * TOP
-        keys = tl.load(tops + ask.to(tl.int64) * CHUNKS * TOP + each, mask=known, other=_NOTHING)
-        firsts = tl.topk(keys, TOP)
-        group = (VOCAB - (firsts & 0xFFFFFFFF).to(tl.int32)) // GROUP
-        group = tl.where(firsts == _NOTHING, CHUNKS * TOP, group)  # beyond the vocabulary
-        ids = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TOP * GROUP,))
-        logit = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF).to(tl.float32)
-        best = tl.topk(_keys(logit, ids, VOCAB), TOP)
+        long_ask = ask.to(tl.int64)
+        keys_at += long_ask * ROOM
+        ids_at += long_ask * ROOM
+        most = tl.full((), MOST if MOST < VOCAB else VOCAB, tl.int32)
+        _, n = candidates_of(
+            row, tops + long_ask * GROUPS, keys_at, ids_at,
+            tl.full((), KEEP_ALL, tl.int32), ordered(peak), most,
+            VOCAB, GROUPS, GROUPS_PADDED, GROUP, HELD, ROOM,
+        )  # fmt: skip
+        i = tl.arange(0, HELD)
+        keys = tl.load(keys_at + i, mask=i < n, other=0).to(tl.int64) << 32
+        keys += VOCAB - tl.load(ids_at + i, mask=i < n, other=0)  # among equals the lowest id
+        best = tl.topk(tl.where(i < n, keys, _NOTHING), TOP)
         place = tl.arange(0, TOP)
         z = unordered((best >> 32).to(tl.int32)).to(tl.float64) - total
         ids = VOCAB - (best & 0xFFFFFFFF).to(tl.int32)
@@ -135,22 +143,33 @@ def row_logprobs_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class LogprobScratch:
-    """Device memory for up to `asks` rows of `vocab` logits; 10 KB an ask at 152064."""
+    """Device memory for up to `asks` rows of `vocab` logits; 18 KB an ask at 152064."""
 
     vocab: int
     chunk: int
+    group: int
     peaks: Tensor  # [asks, chunks] float32
     sums: Tensor  # [asks, chunks] float32
     above: Tensor  # [asks, chunks] int32
-    tops: Tensor  # [asks, chunks, 32] int64
+    tops: Tensor  # [asks, chunks * chunk / group] int32
+    keys: Tensor  # [asks, room] int32, as ids
+    ids: Tensor
 
     @classmethod
     def allocate(
-        cls, asks: int, vocab: int, device: torch.device, *, chunk: int = 4096
+        cls,
+        asks: int,
+        vocab: int,
+        device: torch.device,
+        *,
+        chunk: int = 4096,
+        group: int = _GROUP,
+        room: int = _ROOM,
     ) -> LogprobScratch:
-        """chunk: a power of two, at least 32."""
+        """chunk, group: powers of two."""
         chunks = triton.cdiv(vocab, chunk)
-        assert chunk >= _TOP, f"a chunk of {chunk} does not hold {_TOP}"
+        assert chunk >= group, f"a chunk of {chunk} does not hold a group of {group}"
+        assert room >= _HELD, f"{_HELD} candidates are sorted, there is room for {room}"
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -158,10 +177,13 @@ class LogprobScratch:
         return cls(
             vocab,
             chunk,
+            group,
             empty(asks, chunks, dtype=torch.float32),
             empty(asks, chunks, dtype=torch.float32),
             empty(asks, chunks, dtype=torch.int32),
-            empty(asks, chunks, _TOP, dtype=torch.int64),
+            empty(asks, chunks * (chunk // group), dtype=torch.int32),
+            empty(asks, room, dtype=torch.int32),
+            empty(asks, room, dtype=torch.int32),
         )
 
 
@@ -195,12 +217,13 @@ def logprobs(
     options = pdl.options(with_pdl)
     launch(chunk_logprobs_kernel, (chunks, asks),
         logits, rows, targets, which, *parts,
-        VOCAB=vocab, CHUNKS=chunks, CHUNK=scratch.chunk, TOP=_TOP, LIST=listed,
+        VOCAB=vocab, CHUNKS=chunks, CHUNK=scratch.chunk, GROUP=scratch.group, LIST=listed,
         num_warps=8, **options,
     )  # fmt: skip
     launch(row_logprobs_kernel, (asks,),
-        logits, rows, targets, which, *parts, entries,
+        logits, rows, targets, which, *parts, scratch.keys, scratch.ids, entries,
         VOCAB=vocab, CHUNKS=chunks, CHUNKS_PADDED=triton.next_power_of_2(chunks),
-        GROUP=scratch.chunk // _TOP, TOP=_TOP, MOST=MOST, LIST=listed,
-        num_warps=16 if listed else 8, **options,
+        GROUPS=scratch.tops.shape[1], GROUPS_PADDED=triton.next_power_of_2(scratch.tops.shape[1]),
+        GROUP=scratch.group, HELD=_HELD, ROOM=scratch.keys.shape[1],
+        TOP=_TOP, MOST=MOST, LIST=listed, num_warps=8, maxnreg=128, **options,
     )  # fmt: skip

@@ -79,6 +79,7 @@ class Scratch:
     few_moments: Tensor  # [3, draws, chunks] float64
     few_keys: Tensor  # [draws, few_room] int32
     few_ids: Tensor  # [draws, few_room] int32
+    done: Tensor  # [draws] int32
     group: int
     held: int
 
@@ -133,6 +134,7 @@ class Scratch:
             empty(3, draws, chunks, dtype=torch.float64),
             empty(draws, few_room),
             empty(draws, few_room),
+            empty(draws),
             group,
             held,
         )
@@ -168,14 +170,10 @@ def sample(
     """
     draws, vocab = tokens.shape[0], logits.shape[1]
     assert kind in KINDS, f"kind {kind!r}"
-    assert vocab == scratch.vocab, f"scratch is for {scratch.vocab} logits a row, not {vocab}"
-    assert draws <= scratch.draws, f"scratch is for {scratch.draws} draws, not {draws}"
     assert draws == sources.shape[0] == draw_rows.shape[0] == draw_tokens.shape[0], (
         "an entry a draw"
     )
-    assert logits.is_contiguous(), "logits must be contiguous"
-    assert params.shape[1] == WIDTH, "params is [rows, 8]"
-    assert params.is_contiguous(), "params must be contiguous"
+    _check(logits, params, draws, scratch)
     if not draws:
         return
     chunks = scratch.peaks.shape[1]
@@ -194,10 +192,11 @@ def sample(
         groups = scratch.tops.shape[1]
         launch(few_kernel, (draws,),
             logits, sources, params, changes, positions, draw_tokens, draw_rows, last, tokens,
-            scratch.peaks, scratch.tops, scratch.few_moments, scratch.few_keys, scratch.few_ids,
+            scratch.peaks, scratch.masses, scratch.tops, scratch.few_moments,
+            scratch.few_keys, scratch.few_ids, scratch.done,
             CHUNKS_PADDED=triton.next_power_of_2(chunks),
             GROUPS=groups, GROUPS_PADDED=triton.next_power_of_2(groups),
-            HELD=scratch.held, ROOM=scratch.few_keys.shape[1], num_warps=8, **few,
+            HELD=scratch.held, ROOM=scratch.few_keys.shape[1], num_warps=8, maxnreg=128, **few,
         )  # fmt: skip
     if truncate:
         _truncate((logits, sources, params, draw_rows, scratch.peaks), draws, scratch, common)
@@ -209,11 +208,20 @@ def sample(
         logits, sources, params, positions, draw_tokens, draw_rows, last, tokens,
         scratch.peaks, scratch.firsts, scratch.masses,
         scratch.equals, scratch.edges, scratch.rooms,
-        changes, scratch.on_mass, scratch.centres, scratch.limits, scratch.lefts,
+        changes, scratch.on_mass, scratch.centres, scratch.limits, scratch.lefts, scratch.done,
         CHUNKS_PADDED=triton.next_power_of_2(chunks), CHUNK=scratch.chunk,
         WEIGH=weigh, TRUNCATE=truncate, TYPICAL=typical,
         num_warps=8 if weigh else 1, **common,
     )  # fmt: skip
+
+
+def _check(logits: Tensor, params: Tensor, draws: int, scratch: Scratch) -> None:
+    vocab = logits.shape[1]
+    assert vocab == scratch.vocab, f"scratch is for {scratch.vocab} logits a row, not {vocab}"
+    assert draws <= scratch.draws, f"scratch is for {scratch.draws} draws, not {draws}"
+    assert logits.is_contiguous(), "logits must be contiguous"
+    assert params.shape[1] == WIDTH, "params is [rows, 8]"
+    assert params.is_contiguous(), "params must be contiguous"
 
 
 def _truncate(inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[str, Any]) -> None:
@@ -224,7 +232,7 @@ def _truncate(inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[
     room = at.candidates.shape[1]
     bracket = (at.brackets, at.counts, at.above_mass)
     launch(bracket_kernel, (draws,),
-        *inputs, at.masses, *bracket,
+        *inputs, at.masses, at.done, *bracket,
         CHUNKS_PADDED=padded, SAMPLE=at.sample, LOW=low, num_warps=8, **common,
     )  # fmt: skip
     launch(gather_kernel, (chunks, draws),
@@ -232,7 +240,7 @@ def _truncate(inputs: tuple[Tensor, ...], draws: int, at: Scratch, common: dict[
         CHUNKS_PADDED=padded, CHUNK=at.chunk, ROOM=room, LOW=low, num_warps=8, **common,
     )  # fmt: skip
     launch(edge_kernel, (draws,),
-        *inputs, at.masses, *bracket, at.candidates, at.edges, at.rooms,
+        *inputs, at.masses, at.done, *bracket, at.candidates, at.edges, at.rooms,
         CHUNKS_PADDED=padded, ROOM=room, LOW=low, num_warps=16, **common,
     )  # fmt: skip
     launch(kept_kernel, (chunks, draws),

@@ -18,7 +18,6 @@ from headrace.kernels.weights import (
     COLUMNS,
     NEG_INF,
     ONE,
-    is_few,
     ordered,
     slope,
     unordered,
@@ -46,7 +45,7 @@ def _logit(short, LOW: tl.constexpr):
 
 
 @triton.jit
-def _row_peak(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+def row_peak(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
     chunk = tl.arange(0, CHUNKS_PADDED)
     mask = chunk < CHUNKS
     chunk_peak = tl.load(peaks + draw * CHUNKS + chunk, mask=mask, other=NEG_INF)
@@ -54,7 +53,7 @@ def _row_peak(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
 
 
 @triton.jit
-def _row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS: tl.constexpr, PADDED):
+def row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS: tl.constexpr, PADDED):
     """Sum of a row's weights against its peak, float64, in one fixed order."""
     chunk = tl.arange(0, PADDED)
     mass = tl.load(masses + draw * CHUNKS + chunk, mask=chunk < CHUNKS, other=0)
@@ -63,7 +62,7 @@ def _row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS: tl.constexpr,
 
 
 @triton.jit
-def _limits(mine, VOCAB: tl.constexpr):
+def limits_of(mine, VOCAB: tl.constexpr):
     """temperature float32, top_k (0 = off), top_p float64, min_p float32 of a row of the table."""
     temperature = tl.load(mine).to(tl.float32, bitcast=True)
     top_k = tl.load(mine + 1)
@@ -71,6 +70,18 @@ def _limits(mine, VOCAB: tl.constexpr):
     top_p = tl.load(mine + 2).to(tl.float32, bitcast=True).to(tl.float64)
     top_p += tl.load(mine + 7).to(tl.float32, bitcast=True).to(tl.float64)
     return temperature, top_k, top_p, tl.load(mine + 3).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def min_p_key(peak, temperature, min_p):
+    """The least key that min_p leaves.
+
+    exp((z - peak) / T) >= min_p, without an exponential: z >= peak + T log(min_p).
+    """
+    least = peak.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
+    least = tl.maximum(least, -3.4e38)
+    nearest = least.to(tl.float32)
+    return ordered(nearest) + (nearest.to(tl.float64) < least).to(tl.int32)
 
 
 @triton.jit
@@ -94,6 +105,7 @@ def bracket_kernel(
     draw_rows,
     peaks,
     masses,
+    done,
     brackets,
     counts,
     above_mass,
@@ -105,19 +117,19 @@ def bracket_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (draws,). brackets [draws, 2] int32: the edge should be in [low, high), in short keys;
-    low = high where nothing is to be searched, as in rows of few tokens, which `few_kernel` draws.
+    low = high where nothing is to be searched, as in rows that `few_kernel` has drawn (done).
     Zeroes counts [draws, 2] and above_mass [draws].
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
     mine = table + tl.load(draw_rows + draw) * 8
-    temperature, top_k, top_p, _ = _limits(mine, VOCAB)
-    chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    temperature, top_k, top_p, _ = limits_of(mine, VOCAB)
+    chunk_peak, peak = row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     fine = (peak > NEG_INF) & (peak < float("inf"))
     low = tl.zeros((), tl.int32)
     high = tl.zeros((), tl.int32)
-    if (temperature > 0.0) & fine & ((top_k > 0) | (top_p < 1.0)) & (is_few(mine) == 0):
+    if (temperature > 0.0) & fine & ((top_k > 0) | (top_p < 1.0)) & (tl.load(done + draw) == 0):
         i = tl.arange(0, SAMPLE)
         # Fractions of the golden ratio: evenly spread over the row, in no step with its order.
         golden = i.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
@@ -139,7 +151,7 @@ def bracket_kernel(
             w = tl.where(keys > _short(tl.full((), float("-inf"), tl.float32), LOW), w, 0.0)
             tail = tl.cumsum(w, 0) - w
             spread = tl.sqrt(tl.maximum(tl.cumsum(w * w, 0) - w * w, 0.0)) * SIGMAS
-            total = _row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS, CHUNKS_PADDED)
+            total = row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS, CHUNKS_PADDED)
             rest = ((1.0 - top_p) * total / ONE).to(tl.float32) * (SAMPLE / VOCAB)
             # Below the edge lies at most `rest`, below the next larger key more than that.
             low_at = tl.max(tl.where(tail + spread <= rest, i, -1), 0)
@@ -194,7 +206,7 @@ def gather_kernel(
         if chunk_peak >= high:
             temperature = tl.load(table + tl.load(draw_rows + draw) * 8)
             scale = slope(temperature.to(tl.float32, bitcast=True))
-            _, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
+            _, peak = row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
             above = keys >= high
             tl.atomic_add(counts + draw * 2 + 1, tl.sum(above.to(tl.int32), 0))
             mass = tl.sum(tl.where(above, weight(z, peak, scale), 0), 0)
@@ -292,6 +304,7 @@ def edge_kernel(
     draw_rows,
     peaks,
     masses,
+    done,
     brackets,
     counts,
     above_mass,
@@ -310,14 +323,14 @@ def edge_kernel(
     pdl.wait(PDL)
     draw = tl.program_id(0)
     mine = table + tl.load(draw_rows + draw) * 8
-    temperature, top_k, top_p, min_p = _limits(mine, VOCAB)
-    chunk_peak, peak = _row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    temperature, top_k, top_p, min_p = limits_of(mine, VOCAB)
+    chunk_peak, peak = row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
     edge = tl.full((), KEEP_ALL, tl.int32)
     room = tl.full((), VOCAB, tl.int32)
     low, high = tl.load(brackets + draw * 2), tl.load(brackets + draw * 2 + 1)
     if low < high:
         scale = slope(temperature)
-        total = _row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS, CHUNKS_PADDED)
+        total = row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS, CHUNKS_PADDED)
         inside = tl.load(counts + draw * 2)
         over, over_mass = tl.load(counts + draw * 2 + 1).to(tl.int64), tl.load(above_mass + draw)
         keys = candidates + draw.to(tl.int64) * ROOM
@@ -343,13 +356,9 @@ def edge_kernel(
             )  # fmt: skip
         edge = ordered(_logit(short, LOW))
         room = tl.minimum(room64, VOCAB).to(tl.int32)
-    cuts = (temperature > 0.0) & (min_p > 0.0) & (is_few(mine) == 0)
+    cuts = (temperature > 0.0) & (min_p > 0.0) & (tl.load(done + draw) == 0)
     if cuts & (peak > NEG_INF) & (peak < float("inf")):
-        # exp((z - peak) / T) >= min_p, without an exponential: z >= peak + T log(min_p).
-        least = peak.to(tl.float64) + temperature.to(tl.float64) * tl.log(min_p.to(tl.float64))
-        least = tl.maximum(least, -3.4e38)
-        nearest = least.to(tl.float32)
-        floor = ordered(nearest) + (nearest.to(tl.float64) < least).to(tl.int32)
+        floor = min_p_key(peak, temperature, min_p)
         if floor > edge:
             edge, room = floor, tl.full((), VOCAB, tl.int32)
     tl.store(edges + draw, edge)

@@ -17,7 +17,14 @@ CHUNK = 4096 if CUDA else 64
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def check(dtype: torch.dtype, *, listed: bool, vocab: int = VOCAB, ties: bool = False) -> None:
+def check(
+    dtype: torch.dtype,
+    *,
+    listed: bool,
+    vocab: int = VOCAB,
+    ties: bool = False,
+    sizes: tuple[int, int] = (64, 1024) if CUDA else (8, 1024),
+) -> None:
     """Ask i: row rows[i] of the logits, target targets[which[i]]; memory is poisoned."""
     logits = 4 * torch.randn(5, vocab, generator=torch.Generator().manual_seed(6))
     logits = (logits.round() if ties else logits).to(dtype)
@@ -25,10 +32,10 @@ def check(dtype: torch.dtype, *, listed: bool, vocab: int = VOCAB, ties: bool = 
     rows, which = [4, 2, 0, 4], [3, 0, 1, 2]
     targets = [3, vocab - 1, int(logits[4].argmax()), -1]
     entries = torch.full((6, ENTRY), -123, dtype=torch.int32, device=DEVICE)
-    scratch = LogprobScratch.allocate(7, vocab, DEVICE, chunk=CHUNK)
+    scratch = LogprobScratch.allocate(7, vocab, DEVICE, chunk=CHUNK, group=sizes[0], room=sizes[1])
     for part in (scratch.peaks, scratch.sums):
         part.fill_(float("nan"))
-    for part in (scratch.above, scratch.tops):
+    for part in (scratch.above, scratch.tops, scratch.keys, scratch.ids):
         part.fill_(12345)
 
     def column(values: list[int]) -> torch.Tensor:
@@ -39,7 +46,7 @@ def check(dtype: torch.dtype, *, listed: bool, vocab: int = VOCAB, ties: bool = 
         listed=listed, scratch=scratch, with_pdl=pdl.supported(DEVICE),
     )  # fmt: skip
     assert (entries[4:] == -123).all(), "another entry was written"
-    most = [MOST, 5, 0, 1] if listed else [0] * 4
+    most = [MOST, 9, 0, 1] if listed else [0] * 4
     said = unpack(entries[:4].cpu().numpy(), most)
     for i, one in enumerate(said):
         token = max(targets[which[i]], 0)
@@ -57,7 +64,9 @@ def test_equals_the_reference(dtype: torch.dtype, listed: bool) -> None:
 
 
 def test_among_equals_the_lowest_id_comes_first() -> None:
-    check(torch.float32, listed=True, ties=True)
+    """Also where they are more than are held, or than there is room for."""
+    for sizes in ((64, 1024), (8, 128)):
+        check(torch.float32, listed=True, ties=True, sizes=sizes)
 
 
 def test_a_vocabulary_that_ends_in_a_small_chunk() -> None:
