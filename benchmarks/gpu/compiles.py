@@ -58,8 +58,11 @@ def main(shape: str, given: tuple[str, ...], most: int) -> None:
         took_s = time.monotonic() - began_s
     taken = sorted(((end - begin, name) for name, begin, end in heard.spans), reverse=True)
     first, last = min(s[1] for s in heard.spans), max(s[2] for s in heard.spans)
-    print(f"start {took_s:.1f} s, {len(taken)} kernels, {sum(t for t, _ in taken):.1f} s of threads "
-          f"on {os.cpu_count()} cores, span {last - first:.1f} s")  # fmt: skip
+    threads_s = sum(took for took, _ in taken)
+    print(
+        f"start {took_s:.1f} s, {len(taken)} kernels, {threads_s:.1f} s of threads on "
+        f"{os.cpu_count()} cores, span {last - first:.1f} s"
+    )
     stages = ", ".join(f"{name} {us / 1e6:.1f} s" for name, us in heard.slowest_stage.most_common())
     print(f"by stage: {stages}")
     for took, name in taken[:most]:

@@ -41,7 +41,8 @@ def peak_bytes(llm: Any, prompt: list[int], most: int | None) -> tuple[int, int,
     torch.cuda.synchronize()
     if most is not None:
         said = answer.prompt_logprobs
-        assert said is not None and len(said) == len(prompt), "a token without its logprob"
+        assert said is not None, "no log-probabilities"
+        assert len(said) == len(prompt), "a token without its log-probability"
     free, total = torch.cuda.mem_get_info()
     return torch.cuda.max_memory_allocated(), total - free, took_s
 
