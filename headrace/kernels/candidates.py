@@ -109,9 +109,9 @@ def candidates_of(
     limit = _loose(top, lowest, highest, k, k + k // 4 + 8)
     reaches = top >= limit
     groups = tl.sum(reaches.to(tl.int32), 0)
-    place = tl.cumsum(reaches.to(tl.int32), 0) - 1
+    listed = tl.cumsum(reaches.to(tl.int32), 0) - 1
     tl.debug_barrier()
-    tl.store(tops + place, group, mask=reaches)  # what was read becomes the list of them
+    tl.store(tops + listed, group, mask=reaches)  # what was read becomes the list of them
     tl.debug_barrier()
     n = tl.zeros((), tl.int32)
     for start in range(0, groups, TILE_GROUPS):
