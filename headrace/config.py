@@ -31,6 +31,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 SomeSeconds = Annotated[float, Meta(gt=0)]
+ToolParser = Literal["auto", "none", "hermes", "llama", "mistral", "mistral-args", "pythonic"]
 PrefillAttention = Literal["auto", "triton", "cudnn", "flashinfer"]
 
 
@@ -88,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     default_sampling: str = ""
+    tool_parser: ToolParser = "auto"
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "seed"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
 
@@ -158,6 +161,10 @@ HELP: Mapping[str, str] = {
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",
     "default_sampling": "sampling of requests that do not say, before the model's own: "
     "temperature=0.7,top_p=0.9",
+    "tool_parser": "form in which the model writes tool calls: auto (from its chat template), none "
+    "(no tools), hermes, llama, mistral, mistral-args, pythonic",
+    "reasoning_parser": "marks around the model's reasoning: auto (from its chat template), none, "
+    "think, mistral, seed",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
 }

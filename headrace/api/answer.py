@@ -90,6 +90,7 @@ class Answer:
                     prompt_tail=job.prompt[-8:],
                     traced=self.traced,
                     min_tokens=prepared.min_tokens,
+                    kept=prepared.kept,
                 ),
                 prepared.parser() if prepared.parser is not None else None,
             )
@@ -134,10 +135,10 @@ class Answer:
     def _told_apart(self, choice: Choice, parser: Parser, delta: Delta) -> list[Part]:
         if choice.ended:  # the overrun of a stop string
             return []
-        before, thought = choice.text.n_tokens, parser.thinking
+        thought = parser.thinking
         out = parser.feed(self.feed(delta))
-        if thought or parser.thinking:
-            choice.reasoning_tokens += choice.text.n_tokens - before
+        if thought or parser.thinking:  # it is the beginning of the answer, or nothing
+            choice.reasoning_tokens = choice.text.n_tokens
         if choice.finish is not None:
             out += parser.flush()
             if choice.finish == "stop" and parser.called:

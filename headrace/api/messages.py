@@ -20,9 +20,10 @@ from headrace.api.errors import anthropic_body
 from headrace.api.events import Events
 from headrace.api.generate import answered, ignored
 from headrace.api.message_blocks import NAMES, Countable, Messages, begun, blocks_of, chat_fields
-from headrace.api.prepare import Prepared, chat_ids, normalise, prepare_chat
+from headrace.api.prepare import Prepared, prepare_chat
 from headrace.api.schemas import parse
 from headrace.api.service import Service, encode_json, service_of
+from headrace.api.turns import chat_ids
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.text.parts import Arguments, Call, Part, Reasoning, Text
 
@@ -194,4 +195,4 @@ async def count_tokens(request: Request) -> Response:
 def _count(service: Service, raw: dict[str, Any], body: Countable) -> int:
     with renamed(NAMES):
         chat = as_chat({}, chat_fields(body))
-        return len(chat_ids(service, chat, normalise(chat.messages)))
+        return len(chat_ids(service, chat))

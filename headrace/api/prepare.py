@@ -16,11 +16,11 @@ from headrace.api.schemas import (
     Chat,
     Completion,
     Generation,
-    Message,
-    Tokenize,
 )
 from headrace.api.service import Service
-from headrace.api.structured import checked_grammar
+from headrace.api.structured import checked_chat_grammar, checked_grammar
+from headrace.api.tools import toolbox
+from headrace.api.turns import chat_text
 from headrace.asked import output_tokens
 from headrace.beams import BeamRules
 from headrace.engine.client import Job
@@ -32,7 +32,6 @@ from headrace.text.trace import Span, prompt_spans
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
 INLINE_BYTES = 2048  # longer bodies are rendered and tokenised in a thread
-ROLES = ("system", "developer", "user", "assistant", "tool")
 T = TypeVar("T")
 
 
@@ -65,6 +64,7 @@ class Prepared(msgspec.Struct, frozen=True):
     beams: BeamRules | None = None  # how to search, instead of drawing
     min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
     parser: Callable[[], Parser] | None = None  # one for each choice; None: its text is all text
+    kept: frozenset[int] = frozenset()  # special tokens that the parser must see as text
 
     @property
     def drawn(self) -> int:
@@ -82,13 +82,24 @@ async def prepare_chat(
 ) -> Prepared:
     """One prompt from the chat template. Raises InvalidRequest, ContextTooLong."""
     limit = request.limit_tokens
-    grammar = await checked_grammar(service, request)
-    ids = await _timed(
-        service, body_bytes, lambda: chat_ids(service, request, normalise(request.messages))
-    )
+    tools = toolbox(request.tools, request.tool_choice, request.parallel_tool_calls)
+    if tools is not None:
+        service.dialect.check_tools()
+        service.tokenizer.need_text("tools")
+
+    def render() -> tuple[str, list[int]]:
+        text = chat_text(service, request, tools.shown if tools is not None else [])
+        return text, service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
+
+    text, ids = await _timed(service, body_bytes, render)
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
-    return _prepared(service, request, info, [ids], limit, "messages", grammar)
+    grammar = await checked_chat_grammar(service, request, tools, text)
+    parser = service.dialect.parser(tools, text)
+    prepared = _prepared(service, request, info, [ids], limit, "messages", grammar)
+    if parser is None:
+        return prepared
+    return msgspec.structs.replace(prepared, parser=parser, kept=service.dialect.kept)
 
 
 async def prepare_completion(
@@ -147,75 +158,6 @@ def _echo(
     ]
     # A tokenizer that changes texts: what the tokens add up to is what was read.
     return [text for _, text in traced], [spans for spans, _ in traced]
-
-
-def chat_ids(
-    service: Service, request: Chat | Tokenize, messages: list[dict[str, Any]]
-) -> list[int]:
-    """Render and tokenise. The template writes BOS itself, so none is added unless asked for."""
-    resume = bool(request.continue_final_message)
-    if resume and request.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
-        )
-    if resume and messages[-1]["role"] != "assistant":
-        raise InvalidRequest(
-            "continue_final_message needs an assistant message at the end", param="messages"
-        )
-    generate = (
-        not resume if request.add_generation_prompt is None else (request.add_generation_prompt)
-    )
-    kwargs = dict(request.chat_template_kwargs or {})
-    for reserved in (
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-    ):
-        if reserved in kwargs:
-            raise InvalidRequest(
-                f"chat_template_kwargs may not hold {reserved!r}", param="chat_template_kwargs"
-            )
-    text = service.template.render(
-        messages, add_generation_prompt=generate, continue_final_message=resume, **kwargs
-    )
-    return service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
-
-
-def normalise(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as `ChatTemplate` takes them: text content.
-
-    "developer" becomes "system". Raises InvalidRequest for unknown roles, content that is not
-    text, and a tool result that answers no call.
-    """
-    out: list[dict[str, Any]] = []
-    answers = False  # a tool message may stand here
-    for position, message in enumerate(messages):
-        where = f"messages[{position}]"
-        if message.role not in ROLES:
-            raise InvalidRequest(
-                f"{where}.role = {message.role!r}: one of {', '.join(ROLES)}", param="messages"
-            )
-        if message.role == "tool" and not answers:
-            raise InvalidRequest(
-                f"{where}: a tool message must follow an assistant message with tool_calls",
-                param="messages",
-            )
-        content = _text(message.content, where)
-        if content is None and not message.tool_calls and message.role != "assistant":
-            raise InvalidRequest(f"{where}.content is required", param="messages")
-        role = "system" if message.role == "developer" else message.role
-        turn: dict[str, Any] = {"role": role, "content": content or ""}
-        if message.tool_calls:
-            turn["tool_calls"] = [_call(call, where) for call in message.tool_calls]
-        for key in ("name", "tool_call_id", "reasoning_content"):
-            if getattr(message, key) is not None:
-                turn[key] = getattr(message, key)
-        answers = bool(message.tool_calls) or (answers and message.role == "tool")
-        out.append(turn)
-    return out
 
 
 def split_prompt(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
@@ -343,31 +285,6 @@ def _beams(request: Generation, grammar: Grammar | None) -> BeamRules | None:
         length_penalty=1.0 if penalty is None else penalty,
         early_stopping=False if early is None else early,
     )
-
-
-def _text(content: str | list[dict[str, Any]] | None, where: str) -> str | None:
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type")
-        if kind != "text":
-            raise InvalidRequest(
-                f"{where}: content of type {kind!r} is not supported: this model reads text",
-                param="messages",
-            )
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}: a text part needs `text`", param="messages")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool call; `ChatTemplate` makes an object of its arguments."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{where}.tool_calls: function.name is missing", param="messages")
-    return {**call, "type": "function"}
 
 
 async def _timed(service: Service, body_bytes: int, work: Callable[[], T]) -> T:

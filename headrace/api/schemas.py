@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from headrace.api.tools import Tools
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
 from headrace.grammar.asked import Choices, Lark, Regex, ResponseFormat, StructuredOutputs
@@ -30,6 +31,7 @@ MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations
 MAX_NAMES, MAX_NAME = 32, 64  # unknown fields that a refusal names, and characters of each
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit of /v1/completions
 
+Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -99,6 +101,8 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, by its newer name
+    function_call: Any = None  # of old: refused
 
 
 class Chat(Generation, frozen=True, kw_only=True):
@@ -109,6 +113,10 @@ class Chat(Generation, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    documents: Documents | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -154,6 +162,8 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    documents: Documents | None = None
+    tools: Tools | None = None
 
 
 class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +174,7 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ACCEPTED = frozenset({
-    "user", "metadata", "service_tier", "store", "parallel_tool_calls", "safety_identifier",
+    "user", "metadata", "service_tier", "store", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention",
     # Tokens carry their own spaces, as in all tokenizers of this kind: neither value adds any.
     "spaces_between_special_tokens",
@@ -172,8 +182,6 @@ ACCEPTED = frozenset({
 
 # Field -> values that ask for nothing. Anything else is a 400.
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "suffix": (None, ""),
@@ -184,9 +192,16 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "verbosity": (None,),
     "truncate_prompt_tokens": (None,),
-    "documents": (None, []),
     "chat_template": (None,),
     "prompt_embeds": (None,),
+}
+
+# Fields of chat that completions cannot honour.
+CHAT_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "documents": (None, []),
+    "parallel_tool_calls": (None, True, False),
 }
 
 
@@ -199,17 +214,17 @@ def parse(kind: type[T], body: Mapping[str, Any], *, strict: bool = False) -> tu
     field that cannot be honoured yet, and if `strict` for fields nobody knows.
     """
     known = kind.__struct_fields__
-    accepted, not_yet = getattr(kind, "HARMLESS", ACCEPTED), getattr(kind, "REFUSED", NOT_YET)
+    accepted = getattr(kind, "HARMLESS", ACCEPTED)
+    refused = {**NOT_YET, **CHAT_ONLY} if kind is Completion else getattr(kind, "REFUSED", NOT_YET)
     unknown = []
     for field, value in body.items():
         if field in known or field in accepted:
             continue
-        if field not in not_yet:
+        if field not in refused:
             unknown.append(field)
-        elif not any(_same(value, harmless) for harmless in not_yet[field]):
-            raise InvalidRequest(
-                f"{field} is not supported yet", param=field, code="unsupported_parameter"
-            )
+        elif not any(_same(value, harmless) for harmless in refused[field]):
+            why = "is a field of chat" if field in CHAT_ONLY else "is not supported yet"
+            raise InvalidRequest(f"{field} {why}", param=field, code="unsupported_parameter")
     try:
         request = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:

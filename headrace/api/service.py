@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace import __version__
+from headrace.api.dialect import find_dialect
 from headrace.api.response_store import ResponseStore
 from headrace.api.resume import Streams
 from headrace.asked import Sampler
@@ -47,6 +48,7 @@ class Service:
         self.card = card
         self.tokenizer = tokenizer
         self.template = ChatTemplate(card)
+        self.dialect = find_dialect(settings, card, self.template.facts, tokenizer)
         self.client = client
         self.metrics = metrics
         self.draining = False

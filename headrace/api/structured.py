@@ -6,6 +6,7 @@ import asyncio
 
 from headrace.api.schemas import Generation
 from headrace.api.service import Service
+from headrace.api.tools import Toolbox
 from headrace.errors import InvalidRequest
 from headrace.grammar.asked import StructuredOutputs, of_response_format, of_structured
 from headrace.messages import Grammar
@@ -17,7 +18,34 @@ async def checked_grammar(service: Service, request: Generation) -> Grammar | No
     found = asked_grammar(request)
     if found is None:
         return None
-    param, grammar = found
+    return await _checked(service, *found)
+
+
+async def checked_chat_grammar(
+    service: Service, request: Generation, tools: Toolbox | None, prompt: str
+) -> Grammar | None:
+    """As `checked_grammar`, of a chat: JSON comes behind the reasoning, if the model thinks, and
+    beside or instead of tool calls. Other forms rule the whole output, as it is written."""
+    found, dialect = asked_grammar(request), service.dialect
+    if tools is None:
+        if found is None:
+            return None
+        param, grammar = found
+        return await _checked(service, param, dialect.after_thinking(prompt, grammar))
+    if found is not None and tools.must:
+        if found[0] != "response_format":
+            raise InvalidRequest(
+                f"{found[0]} and a tool_choice that leaves only calls exclude each other",
+                param=found[0],
+            )
+        found = None  # OpenAI: it says how a text looks, and there is none
+    if found is not None and found[1].kind != "json":
+        return await _checked(service, *found)
+    made = dialect.grammar(tools, prompt, found[1] if found is not None else None)
+    return None if made is None else await _checked(service, "tools", made)
+
+
+async def _checked(service: Service, param: str, grammar: Grammar) -> Grammar:
     most, size = service.settings.max_schema_bytes, len(grammar.text.encode())
     if size > most:
         raise InvalidRequest(f"{param} has {size} bytes; {most} is the most", param=param)

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from headrace.api.body import read_body
 from headrace.api.generate import ignored
-from headrace.api.prepare import chat_ids, normalise
 from headrace.api.schemas import Detokenize, Tokenize, parse
 from headrace.api.service import Service, encode_json, service_of
+from headrace.api.turns import chat_ids
 from headrace.errors import InvalidRequest
 
 
@@ -32,7 +32,7 @@ def _tokenized(service: Service, body: Tokenize) -> bytes:
     if body.prompt is not None:
         ids = tokenizer.encode(body.prompt, add_special=body.add_special_tokens is not False)
     else:
-        ids = chat_ids(service, body, normalise(body.messages or []))
+        ids = chat_ids(service, body)
     strings = None
     if body.return_token_strs:
         strings = [tokenizer.decode([token], skip_special=False) for token in ids]

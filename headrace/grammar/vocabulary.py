@@ -11,6 +11,12 @@ from headrace.errors import InvalidRequest
 _SPECIAL = b"\xff"  # llguidance: what begins with this byte is no text
 
 
+def special_name(text: str) -> str:
+    """How a Lark grammar names a special token: as it is if that is <like this>, else <|it|>."""
+    plain = text.startswith("<") and text.endswith(">") and not text.startswith("<[")
+    return text if plain else f"<|{text}|>"
+
+
 class Vocabulary:
     """The bytes of every token, from the same table that makes text of answers.
 
@@ -84,7 +90,9 @@ class _Inner:
         self.eos_token_id = vocabulary.end_ids[0] if vocabulary.end_ids else 0
         self.special_token_ids = sorted(vocabulary.special)
         self.tokens = [
-            _SPECIAL + token if i in vocabulary.special else token
+            _SPECIAL + special_name(token.decode("utf-8", "replace")).encode()
+            if i in vocabulary.special
+            else token
             for i, token in enumerate(vocabulary.tokens)
         ]
         self._vocabulary = vocabulary

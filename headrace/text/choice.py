@@ -45,6 +45,7 @@ class ChoiceText:
             something (keeps a leading space that some tokenizers drop at the start of a text).
         traced: keep account of each token's part in the text, for `Heard.spans`.
         min_tokens: a stop string that is complete before as many tokens is text like any other.
+        kept: special tokens that are shown in spite of `skip_special`.
     """
 
     def __init__(
@@ -57,8 +58,11 @@ class ChoiceText:
         prompt_tail: Sequence[int] | None = None,
         traced: bool = False,
         min_tokens: int = 0,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
-        plain = detokenizer(tokenizer, skip_special=skip_special, prompt_tail=prompt_tail)
+        plain = detokenizer(
+            tokenizer, skip_special=skip_special, prompt_tail=prompt_tail, kept=kept
+        )
         self._trace = Trace(plain) if traced else None
         self._detokenizer: Detokenizer | Trace = self._trace or plain
         self._stops = StopStrings(stops, include=include_stop) if stops else None

@@ -52,18 +52,25 @@ class Detokenizer(Protocol):
 
 
 def detokenizer(
-    tokenizer: Tokenizer, *, skip_special: bool = True, prompt_tail: Sequence[int] | None = ()
+    tokenizer: Tokenizer,
+    *,
+    skip_special: bool = True,
+    prompt_tail: Sequence[int] | None = (),
+    kept: frozenset[int] = frozenset(),
 ) -> Detokenizer:
     """A fresh machine.
+
+    kept: special tokens that are shown in spite of `skip_special`.
 
     prompt_tail: ids before the first fed one: the prompt, or at least its last eight. () when there
     are none, so that the text starts as `decode` starts it; None when there are some but unknown.
     A leading space is kept when the prompt holds any text, so prompt + output reads on (B004).
     """
+    hidden = tokenizer.special_ids - kept if skip_special else frozenset[int]()
     if tokenizer.table is None:
-        return _WindowDetokenizer(tokenizer, skip_special, prompt_tail or ())
+        return _WindowDetokenizer(tokenizer, hidden, prompt_tail or ())
     inside = prompt_tail is None or bool(tokenizer.shown(prompt_tail, skip_special=skip_special))
-    return _TableDetokenizer(tokenizer, skip_special, inside)
+    return _TableDetokenizer(tokenizer, hidden, inside)
 
 
 class _TableDetokenizer:
@@ -71,13 +78,13 @@ class _TableDetokenizer:
 
     __slots__ = ("_held", "_hidden", "_inside", "_size", "_table", "_texts", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, inside: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], inside: bool) -> None:
         assert tokenizer.table is not None, "a table detokenizer needs a byte table"
         self._tokenizer = tokenizer
         self._table = tokenizer.table
         self._texts = tokenizer.texts
         self._size = len(self._table)
-        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._hidden = hidden
         self._held = b""
         self._inside = inside or tokenizer.strip == "nothing"
 
@@ -131,17 +138,21 @@ class _WindowDetokenizer:
     Both hold only ids that show, so that a decoder always sees that it is inside a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, before: Sequence[int]) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special
-        self._ids = tokenizer.shown(before, skip_special=skip_special)[-_TAIL:]
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int]) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
+        self._ids = [token for token in before if self._shows(token)][-_TAIL:]
         self._done = len(self._ids)
         self._before = self._decode(self._ids)
+
+    def _shows(self, token_id: int) -> bool:
+        known = self._tokenizer.shown((token_id,), skip_special=False)
+        return bool(known) and token_id not in self._hidden
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=False)
 
     def feed(self, token_id: int) -> str:
-        if not self._tokenizer.shown((token_id,), skip_special=self._skip):
+        if not self._shows(token_id):
             return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
@@ -156,7 +167,7 @@ class _WindowDetokenizer:
     held = b""
 
     def feed_raw(self, token_id: int) -> tuple[str, bytes | None]:
-        if not self._tokenizer.shown((token_id,), skip_special=self._skip):
+        if not self._shows(token_id):
             return "", None
         text = self.feed(token_id)
         return text, text.encode()

@@ -13,13 +13,14 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.sources.card import ModelCard
+from headrace.text.template_facts import TemplateFacts, find_facts
 
 _MAX_REASON = 300  # characters of a template's complaint that a client is shown
 
@@ -44,14 +45,18 @@ class ChatTemplate:
     def __init__(self, card: ModelCard) -> None:
         self._variables = dict(card.special_tokens)
         self._template: jinja2.Template | None = None
+        self.facts = TemplateFacts()
         if card.chat_template is not None:
+            environment = _environment()
             try:
-                self._template = _environment().from_string(card.chat_template)
+                self._template = environment.from_string(card.chat_template)
+                names = meta.find_undeclared_variables(environment.parse(card.chat_template))
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(
                     f"the model's chat template does not parse: line {error.lineno}: "
                     f"{error.message}"
                 ) from None
+            self.facts = find_facts(card.chat_template, frozenset(names), self._probe)
 
     def render(
         self,
@@ -128,6 +133,12 @@ class ChatTemplate:
                 "continue_final_message needs a last message with text content",
                 param="continue_final_message",
             )
+
+    def _probe(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self.render(messages)
+        except InvalidRequest:
+            return ""
 
     def _run(self, variables: dict[str, Any]) -> str:
         assert self._template is not None, "render checked it"

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.api.prepare import normalise, split_prompt
+from headrace.api.prepare import split_prompt
 from headrace.api.schemas import Message
+from headrace.api.turns import normalise
 from headrace.errors import InvalidRequest
 
 

@@ -118,14 +118,14 @@ def test_fields_that_cannot_be_honoured_are_refused_unless_they_ask_for_nothing(
     [
         ("logprobs", 0),  # completions: the log-probability of each token
         ("top_logprobs", 1),  # without logprobs
-        ("tool_choice", "required"),
         ("tools", [{"type": "function"}]),
+        ("functions", [{"name": "f"}]),
     ],
 )
 def test_unsupported_values(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat(**{field: value})
-    assert caught.value.param == field
+    assert (caught.value.param or "").startswith(field)
 
 
 def test_harmless_fields_of_the_reference_never_matter() -> None:
@@ -135,6 +135,9 @@ def test_harmless_fields_of_the_reference_never_matter() -> None:
         service_tier="auto",
         store=False,
         parallel_tool_calls=True,
+        tool_choice="auto",
+        tools=[],
+        documents=[],
         response_format={"type": "text"},
         frequency_penalty=0.0,
         presence_penalty=0,
