@@ -26,12 +26,14 @@ import psutil
 from headrace.api.answer import Answer, Reply
 from headrace.api.chat import ChatChunks
 from headrace.api.exchange import Exchange
+from headrace.api.metering import Meter
 from headrace.api.prepare import Prepared
 from headrace.api.service import Service
 from headrace.api.stream import EventStream
 from headrace.engine.client import EngineClient, Job, TokenStream
 from headrace.messages import Done, End, TokenOut
 from headrace.observe.metrics import ApiMetrics
+from headrace.prices import Prices
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import load_tokenizer
 from tests.e2e.serving import Server
@@ -70,12 +72,15 @@ async def loop_cost(streams: int, tokens: int) -> float:
     tokenizer = load_tokenizer(ModelFiles("fake", "fake", Path()))
     service = cast(Service, SimpleNamespace(tokenizer=tokenizer, eos_ids=[256, 258]))
     client, metrics = DrivenClient(), METRICS
+    meter = Meter("fake", Prices(), metrics.usage, "", 1.0)
     reply = Reply("chatcmpl-" + "0" * 24, 1, "model", "fp_0", False, False)
     prepared = Prepared([Job([1], tokens)], 1, [], True, False, [])
     tasks = []
     for handle in range(streams):
         answer = Answer(service, prepared, client.open(handle))
-        response = EventStream(answer, ChatChunks(reply, 1), Exchange("x", _send), metrics, {})
+        exchange = Exchange("x", _send)
+        bill = meter.open(exchange, "", prepared.jobs, prepared.prompt_tokens)
+        response = EventStream(answer, ChatChunks(reply, 1), exchange, metrics, {}, bill)
         tasks.append(asyncio.create_task(response({}, _receive, _send)))
     await asyncio.sleep(0)
     handles, zeros = list(range(streams)), [0] * streams

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from headrace.draws import parse_defaults
 from headrace.errors import ConfigError
+from headrace.prices import parse_prices
 
 ENV_PREFIX = "HEADRACE_"
 ENV_FILE = "HEADRACE_CONFIG"  # names the TOML file; no setting
@@ -91,6 +92,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     default_sampling: str = ""
     tool_parser: ToolParser = "auto"
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed"] = "auto"
+    usage_log: str = ""
+    usage_fsync_s: Seconds = 1.0
+    usage_details: bool = False
+    prices: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
 
@@ -165,6 +170,12 @@ HELP: Mapping[str, str] = {
     "(no tools), hermes, llama, mistral, mistral-args, pythonic",
     "reasoning_parser": "marks around the model's reasoning: auto (from its chat template), none, "
     "think, mistral, seed",
+    "usage_log": "file to which the usage of every request is appended, as a line of JSON each",
+    "usage_fsync_s": "a line of the usage log is on the disk after this long; 0 = before the "
+    "client sees the end of its answer",
+    "usage_details": "show compute_s and cost in `usage.headrace` of answers",
+    "prices": "what usage costs: input=0.15,cached=0.075,output=0.6 a million tokens, or "
+    "device_hour=2.5; and currency=EUR",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
 }
@@ -243,6 +254,7 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
     if settings.kv_blocks and settings.kv_memory:
         raise ConfigError("kv_blocks and kv_memory exclude each other: set one", param="kv_blocks")
     parse_defaults(settings.default_sampling)
+    parse_prices(settings.prices)
     if settings.kv_memory:
         parse_bytes(settings.kv_memory, "kv_memory")
     if settings.api_workers != "auto" and not re.fullmatch(r"[1-9]\d*", settings.api_workers):

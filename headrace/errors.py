@@ -19,7 +19,8 @@
     ├── EngineError                 our fault; the request failed, the server may go on
     │   ├── RequestFailed           500  request_failed    (this request alone: NaN logits, ...)
     │   ├── EngineDead              503  engine_dead
-    │   └── NotReady                503  not_ready
+    │   ├── NotReady                503  not_ready
+    │   └── UsageLogFailed          503  usage_log_failed
     └── SetupError                  the operator's fault: config, files, downloads; ends the start
         ├── ConfigError             names the key, the value and where it came from
         ├── ModelError              a model that cannot be found, read or run
@@ -173,6 +174,13 @@ class NotReady(EngineError):
 
     status = 503
     code = "not_ready"
+
+
+class UsageLogFailed(EngineError):
+    """What a request used cannot be written down."""
+
+    status = 503
+    code = "usage_log_failed"
 
 
 class SetupError(HeadraceError):

@@ -20,8 +20,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "stages": set(),
     "messages": {"errors"},
-    "config": {"errors", "messages", "draws"},
+    "config": {"errors", "messages", "draws", "prices"},
     "draws": {"errors"},
+    "prices": {"errors"},
     "observe": {"errors", "stages"},
     "kv": BASE | {"observe"},
     "children": set(),
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
-    | {"pages"},
+    | {"pages", "prices"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},

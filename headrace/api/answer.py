@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.api.logprobs import Entry
+from headrace.api.metering import Bill
 from headrace.api.prepare import Prepared
 from headrace.api.service import Service
 from headrace.engine.client import Delta, TokenStream
@@ -77,6 +78,7 @@ class Answer:
     def __init__(self, service: Service, prepared: Prepared, stream: TokenStream) -> None:
         self.stream = stream
         self.prepared = prepared
+        self.bill: Bill | None = None  # shown in `usage`, once everything has come
         self.traced = prepared.shown.tokens or prepared.drawn > prepared.n
         self._eos_ids = frozenset(service.eos_ids)
         self.choices = [
@@ -203,10 +205,7 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage: the same numbers whether streamed or not."""
-        prompt_tokens = self.prepared.prompt_tokens
-        output_tokens = sum(choice.text.n_tokens for choice in self.choices)
-        if self.prepared.echo_only:
-            output_tokens = 0
+        prompt_tokens, output_tokens = self.prepared.prompt_tokens, self.output_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
@@ -215,7 +214,21 @@ class Answer:
         }
         if self.prepared.parser is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        if self.bill is not None and self.stream.done:
+            usage["headrace"] = self.bill.shown(self)
         return usage
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all choices that are drawn."""
+        if self.prepared.echo_only:
+            return 0
+        return sum(choice.text.n_tokens for choice in self.choices)
+
+    @property
+    def finishes(self) -> list[str | None]:
+        """How each choice ended; None: it did not."""
+        return [choice.finish for choice in self.choices]
 
     @property
     def reasoning_tokens(self) -> int:

@@ -69,7 +69,8 @@ class BeamStream(TokenStream):
             for prompt in searches[i].prompts
         ]
         reports: list[Logprobs | None] = [None] * len(jobs)
-        async with self._client.submit(jobs, self.arrived_s if first else 0.0) as step:
+        arrived_s = self.arrived_s if first else 0.0
+        async with self._client.submit(jobs, arrived_s, self.account) as step:
             self._now = step
             if self._error is not None:
                 raise self._error

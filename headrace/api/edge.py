@@ -66,7 +66,7 @@ class Edge:
             return
         headers = dict(scope["headers"])
         transport = scope.get("state", {}).get("transport")
-        exchange = Exchange(_request_id(headers), send, transport)
+        exchange = Exchange(_request_id(headers), send, transport, scope["path"])
         scope["headrace.exchange"] = exchange
         id_header = (b"x-request-id", exchange.request_id.encode())
 
@@ -83,6 +83,7 @@ class Edge:
         answer, seated = self._app, False
         try:
             seated = self._let_in(scope, headers)
+            exchange.key = self._keys.name(headers)
         except HeadraceError as error:
             answer = response_of(error, scope)
         try:

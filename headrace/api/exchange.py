@@ -25,6 +25,8 @@ class Exchange:
         "arrived_s",
         "detail",
         "error",
+        "key",
+        "path",
         "request_id",
         "send",
         "sending_since_s",
@@ -35,10 +37,16 @@ class Exchange:
     )
 
     def __init__(
-        self, request_id: str, send: Send, transport: asyncio.Transport | None = None
+        self,
+        request_id: str,
+        send: Send,
+        transport: asyncio.Transport | None = None,
+        path: str = "",
     ) -> None:
         self.send = send  # the server's own
         self.request_id = request_id
+        self.path = path
+        self.key = ""  # the name of the API key that let it in; see `api.keys`
         self.transport = transport  # None in an in-process test: nothing can get stuck there
         self.arrived_s = time.monotonic()
         self.sent_s = self.arrived_s  # when the last bytes went out

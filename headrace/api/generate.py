@@ -19,11 +19,12 @@ from headrace.api.chunks import Chunks
 from headrace.api.events import Events
 from headrace.api.exchange import Exchange, exchange_of
 from headrace.api.logprobs import Reporter
+from headrace.api.metering import NO_OUTPUT
 from headrace.api.prepare import Prepared
 from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import EventStream, watch_client
-from headrace.engine.client import TokenStream
+from headrace.engine.client import Account, TokenStream
 from headrace.errors import ShuttingDown
 from headrace.text.parts import Part, Said, Text, said
 
@@ -97,30 +98,38 @@ async def answered(
     if service.draining:  # it may have begun while we tokenised
         raise ShuttingDown("the server is shutting down")
     headers = ignored(unknown)
-    tokens = start(service, prepared, exchange.arrived_s)
+    bill = service.meter.open(exchange, prepared.user, prepared.jobs, prepared.prompt_tokens)
+    with bill.covering(NO_OUTPUT):
+        tokens = start(service, prepared, exchange.arrived_s, bill)
     answer = Answer(service, prepared, tokens)
+    if service.settings.usage_details:
+        answer.bill = bill
     if events is not None:
         writer = events(answer)
 
         def stream(exchange: Exchange) -> ASGIApp:
-            return EventStream(answer, writer, exchange, service.metrics, headers)
+            return EventStream(answer, writer, exchange, service.metrics, headers, bill)
 
         return service.streams.resumable(request, exchange, tokens, stream)
-    async with tokens, watch_client(request.receive, tokens):
-        exchange.tokens = tokens
-        try:
-            parts = await answer.collect()
-        finally:
-            exchange.detail = answer.summary()
-    body = encode_json(await content(answer, parts))
+    with bill.covering(answer):
+        async with tokens, watch_client(request.receive, tokens):
+            exchange.tokens = tokens
+            try:
+                parts = await answer.collect()
+            finally:
+                exchange.detail = answer.summary()
+        body = encode_json(await content(answer, parts))
+        await bill.close(answer)
     return Response(body, headers=headers, media_type="application/json")
 
 
-def start(service: Service, prepared: Prepared, arrived_s: float) -> TokenStream:
+def start(service: Service, prepared: Prepared, arrived_s: float, account: Account) -> TokenStream:
     """Submit, or begin a search."""
     if prepared.beams is None:
-        return service.client.submit(prepared.jobs, arrived_s)
-    return BeamStream(service.client, prepared.jobs, prepared.beams, prepared.n, arrived_s)
+        return service.client.submit(prepared.jobs, arrived_s, account)
+    search = BeamStream(service.client, prepared.jobs, prepared.beams, prepared.n, arrived_s)
+    search.account = account
+    return search
 
 
 async def whole_answer(

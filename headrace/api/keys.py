@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
 
+NAME_DIGITS = 16  # of a digest
 HASHED = "sha256:"  # a setting may give the digest in place of the key
 
 
@@ -26,16 +27,25 @@ class Keys:
         """
         if not self._digests:
             return True
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        shown = [key.strip()] if scheme.lower() == b"bearer" else []
-        if b"x-api-key" in headers:
-            shown.append(headers[b"x-api-key"].strip())
         known = False
-        for one in shown:
-            digest = hashlib.sha256(one).digest()
+        for digest in _shown(headers):
             for other in self._digests:  # all of them: time says nothing of which one it was
                 known |= hmac.compare_digest(digest, other)
         return known
+
+    def name(self, headers: Mapping[bytes, bytes]) -> str:
+        """What the key of an admitted request is called in logs: the beginning of its digest."""
+        known = (digest for digest in _shown(headers) if digest in self._digests)
+        return next((HASHED + digest.hex()[:NAME_DIGITS] for digest in known), "")
+
+
+def _shown(headers: Mapping[bytes, bytes]) -> list[bytes]:
+    """The digests of the keys that a request shows."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    shown = [key.strip()] if scheme.lower() == b"bearer" else []
+    if b"x-api-key" in headers:
+        shown.append(headers[b"x-api-key"].strip())
+    return [hashlib.sha256(one).digest() for one in shown]
 
 
 def _digest_of(key: str) -> bytes:

@@ -8,7 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.api.schemas import MAX_SALT, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, Count, Int64
+from headrace.api.schemas import (
+    MAX_SALT,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_USER,
+    Count,
+    Int64,
+)
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
 from headrace.text.parts import Arguments, Call, Part, Reasoning, Text
@@ -54,6 +62,12 @@ class ToolChoice(msgspec.Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class Metadata(msgspec.Struct, frozen=True):
+    """Who asks, by the caller's own name; for the usage log."""
+
+    user_id: Annotated[str, Meta(max_length=MAX_USER)] | None = None
+
+
 class Countable(Draws, frozen=True, kw_only=True):
     """Body of /v1/messages/count_tokens: what makes the prompt. How to draw changes no count."""
 
@@ -90,6 +104,7 @@ class Messages(Countable, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    metadata: Metadata | None = None
     stream: bool | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None

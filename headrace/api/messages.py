@@ -148,7 +148,9 @@ async def create(request: Request) -> ASGIApp:
     raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
     body, unknown = parse(Messages, raw, strict=service.settings.strict)
     with renamed(NAMES):
-        chat = as_chat(raw, {**chat_fields(body), "stop": body.stop_sequences})
+        user = body.metadata.user_id if body.metadata is not None else None
+        more = {"stop": body.stop_sequences, "user": user}
+        chat = as_chat(raw, {**chat_fields(body), **more})
         info = admit(service, chat)
         prepared = await prepare_chat(service, chat, info, size_bytes)
     prepared, capped = _limited(prepared, body)

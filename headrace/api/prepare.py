@@ -63,6 +63,7 @@ class Prepared(msgspec.Struct, frozen=True):
     echo_only: bool = False  # max_tokens = 0: the one token that an engine draws is not shown
     beams: BeamRules | None = None  # how to search, instead of drawing
     min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
+    user: str = ""  # the caller's own name for who asks
     parser: Callable[[], Parser] | None = None  # one for each choice; None: its text is all text
     kept: frozenset[int] = frozenset()  # special tokens that the parser must see as text
 
@@ -240,6 +241,7 @@ def _prepared(
         stops=stops,
         skip_special=request.skip_special_tokens is not False,
         include_stop=bool(request.include_stop_str_in_output),
+        user=request.user or "",
         echo=echo or [],
         shown=shown,
         width=width,

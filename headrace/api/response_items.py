@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.api.schemas import MAX_LOGPROBS, MAX_SALT, MAX_STOP_IDS, Count, Int64
+from headrace.api.schemas import MAX_LOGPROBS, MAX_SALT, MAX_STOP_IDS, MAX_USER, Count, Int64
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
 
@@ -61,7 +61,7 @@ class Responses(Draws, frozen=True, kw_only=True):
     """Body of /v1/responses."""
 
     HARMLESS: ClassVar = frozenset({
-        "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options",
         "max_tool_calls",  # of tools that a server runs; ours runs none
     })  # fmt: skip
@@ -93,6 +93,7 @@ class Responses(Draws, frozen=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = None
+    user: Annotated[str, Meta(max_length=MAX_USER)] | None = None  # for the usage log
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -141,6 +142,7 @@ def chat_fields(body: Responses, items: Iterable[Mapping[str, Any]]) -> dict[str
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": True if body.logprobs else None,
         "top_logprobs": body.top_logprobs or None,
+        "user": body.user,
     }
 
 

@@ -26,6 +26,7 @@ MAX_STOP_CHARS = 1000  # of each; the time to prepare one grows with it
 MAX_STOP_IDS = 128
 MAX_RULES = 2**23  # ids of rules, times prompts: each prompt has its own copy
 MAX_SALT = 256  # characters
+MAX_USER = 512  # characters
 MAX_LOGPROBS = 20  # OpenAI's limit of top_logprobs
 MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations
 MAX_NAMES, MAX_NAME = 32, 64  # unknown fields that a refusal names, and characters of each
@@ -58,6 +59,7 @@ class Generation(Draws, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int64 | None = None
+    user: Annotated[str, Meta(max_length=MAX_USER)] | None = None  # for the usage log
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -174,7 +176,7 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ACCEPTED = frozenset({
-    "user", "metadata", "service_tier", "store", "safety_identifier",
+    "metadata", "service_tier", "store", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention",
     # Tokens carry their own spaces, as in all tokenizers of this kind: neither value adds any.
     "spaces_between_special_tokens",

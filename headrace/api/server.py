@@ -93,6 +93,7 @@ def serve(
             runner.run(_run(Server(config), service, exchanges, sock))
     finally:
         service.checker.close()
+        service.meter.close()
 
 
 async def _run(server: Server, service: Service, exchanges: Exchanges, sock: socket.socket) -> None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from headrace import __version__
 from headrace.api.dialect import find_dialect
+from headrace.api.metering import Meter
 from headrace.api.response_store import ResponseStore
 from headrace.api.resume import Streams
 from headrace.asked import Sampler
@@ -23,6 +24,7 @@ from headrace.errors import NotFound
 from headrace.grammar.check import Checker
 from headrace.messages import Done
 from headrace.observe.metrics import ApiMetrics
+from headrace.prices import parse_prices
 from headrace.sources.card import ModelCard
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -51,6 +53,13 @@ class Service:
         self.dialect = find_dialect(settings, card, self.template.facts, tokenizer)
         self.client = client
         self.metrics = metrics
+        self.meter = Meter(
+            name,
+            parse_prices(settings.prices),
+            metrics.usage,
+            settings.usage_log,
+            settings.usage_fsync_s,
+        )
         self.draining = False
         self.created_s = int(time.time())
         facts = f"{__version__} {name} {settings.backend} {settings.dtype}"

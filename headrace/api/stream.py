@@ -13,6 +13,7 @@ from headrace.api.answer import Answer
 from headrace.api.errors import CLIENT_GONE, ClientGone, as_ours
 from headrace.api.events import Events
 from headrace.api.exchange import Exchange
+from headrace.api.metering import Bill
 from headrace.engine.client import Delta, TokenStream
 from headrace.observe.metrics import ApiMetrics
 from headrace.text.parts import joined
@@ -39,8 +40,10 @@ class EventStream:
         exchange: Exchange,
         metrics: ApiMetrics,
         headers: Mapping[str, str],
+        bill: Bill,
     ) -> None:
         self._answer = answer
+        self._bill = bill
         self._events = events
         self._exchange = exchange
         self._metrics = metrics
@@ -53,34 +56,44 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens = self._answer.stream
-        async with tokens, watch_client(receive, tokens):
-            self._exchange.tokens = tokens  # from here on, silence nudges `take`
-            try:
-                data = await self._first()
-            finally:
-                self._exchange.detail = self._answer.summary()
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            try:
-                while True:
-                    await self._exchange.write(data)
-                    if tokens.done:
-                        break
+        with self._bill.covering(self._answer):
+            async with tokens, watch_client(receive, tokens):
+                self._exchange.tokens = tokens  # from here on, silence nudges `take`
+                try:
+                    data = await self._first()
+                finally:
+                    self._exchange.detail = self._answer.summary()
+                start = {"type": "http.response.start", "status": 200, "headers": self._headers}
+                await send(start)
+                last = await self._go_on(data)
+                if last is not None:
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _go_on(self, data: bytes) -> bytes | None:
+        """Write `data` and all that follows; returns what ends the stream, None if nobody reads."""
+        tokens = self._answer.stream
+        try:
+            while True:
+                await self._exchange.write(data)
+                if tokens.done:
+                    break
+                data = await self._next()
+                while not data and not tokens.done:
                     data = await self._next()
-                    while not data and not tokens.done:
-                        data = await self._next()
-                data = await self._last()
-            except ClientGone as gone:
-                self._exchange.error = gone
-                return
-            except Exception as error:
-                ours = as_ours(error)
-                if ours is not error:
-                    log.exception("unexpected error in a stream")
-                data = self._events.failed(ours)
-                self._exchange.error = ours
-            finally:
-                self._exchange.detail = self._answer.summary()
-            await send({"type": "http.response.body", "body": data, "more_body": False})
+            return await self._last()
+        except ClientGone as gone:
+            self._exchange.error = gone
+            self._bill.end(self._answer, gone)
+            return None
+        except Exception as error:
+            ours = as_ours(error)
+            if ours is not error:
+                log.exception("unexpected error in a stream")
+            self._exchange.error = ours
+            self._bill.end(self._answer, ours)
+            return self._events.failed(ours)
+        finally:
+            self._exchange.detail = self._answer.summary()
 
     async def _first(self) -> bytes:
         begun = b"".join(map(self._counted, self._events.begin(self._answer)))
@@ -147,6 +160,7 @@ class EventStream:
     async def _last(self) -> bytes:
         self._answer.check()
         await self._events.ended(self._answer)
+        await self._bill.close(self._answer)
         return self._events.end(self._answer)
 
 

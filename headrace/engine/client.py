@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import zmq
@@ -70,6 +70,19 @@ class Job(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
 
 
+class Account(Protocol):
+    """Who keeps count of what a stream costs."""
+
+    def submitted(self, prompts: int, /) -> None:
+        """So many were sent to the engine; for each, `told` follows, or `lost` for all."""
+
+    def told(self, done: Done, first_s: float, last_s: float, /) -> None:
+        """One was answered; time.monotonic() of the stream's tokens so far, 0 = there are none."""
+
+    def lost(self) -> None:
+        """The engine is gone, or forgot them."""
+
+
 class Delta(msgspec.Struct):
     """What one choice got since the last take. `index` = prompt index * n + choice.
 
@@ -97,6 +110,7 @@ class TokenStream:
         "_live",
         "_nudged",
         "_waiter",
+        "account",
         "arrived_s",
         "cached_tokens",
         "closed",
@@ -118,6 +132,7 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
         self._nudged = False
         self.closed = False  # tokens that still come are dropped
+        self.account: Account | None = None
         self.arrived_s = arrived_s
         self.first_token_s = 0.0  # time.monotonic(); 0 = none yet
         self.last_token_s = 0.0
@@ -226,6 +241,8 @@ class TokenStream:
     def push_done(self, done: Done) -> None:
         self._live -= 1
         self.cached_tokens += done.cached_tokens
+        if self.account is not None:
+            self.account.told(done, self.first_token_s, self.last_token_s)
         if done.error and self._error is None:
             self._error = by_code(done.error, done.message)
             self.abort()
@@ -335,13 +352,16 @@ class EngineClient:
             raise NotReady(f"the model is still loading ({self.phase})")
         return self.info
 
-    def submit(self, jobs: list[Job], arrived_s: float = 0.0) -> TokenStream:
+    def submit(
+        self, jobs: list[Job], arrived_s: float = 0.0, account: Account | None = None
+    ) -> TokenStream:
         """Send one Submit a job; all jobs have the same n. Raises EngineDead or NotReady."""
         self.require()
         arrived_s = arrived_s or time.monotonic()
         n = jobs[0].n
         assert all(job.n == n for job in jobs), "the jobs of one stream share n"
         stream = TokenStream(self, n, arrived_s)
+        stream.account = account
         for position, job in enumerate(jobs):
             handle = next(self._handles)
             submit = Submit(
@@ -363,6 +383,8 @@ class EngineClient:
                 stream.abort()
                 raise EngineDead("the engine process takes no requests")
             stream.opened(handle)
+            if account is not None:
+                account.submitted(1)
             self._routes[handle] = (stream, position * n)
         return stream
 
@@ -453,6 +475,8 @@ class EngineClient:
         streams = {stream for stream, _ in self._routes.values()}
         self._routes.clear()
         for stream in streams:
+            if stream.account is not None:
+                stream.account.lost()
             stream.fail(type(error)(error.message))  # an exception instance belongs to one raise
 
     # ------------------------------------------------------------ liveness

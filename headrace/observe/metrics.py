@@ -14,6 +14,8 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from headrace.observe.usage_metrics import UsageMetrics
+
 MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -62,6 +64,10 @@ class Stats(Protocol):
     def finished(self) -> Mapping[str, int]: ...
     @property
     def runner(self) -> Mapping[str, int]: ...
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def unclaimed_s(self) -> float: ...
 
 
 class EngineMetrics:
@@ -83,6 +89,12 @@ class EngineMetrics:
         ("cached_tokens", "headrace_cached_tokens", "prompt tokens found in the prefix cache"),
         ("generation_tokens", "headrace_generation_tokens", "tokens generated"),
         ("started", "headrace_requests_started", "requests that the engine took"),
+        ("busy_s", "headrace_busy_seconds", "time the device worked"),
+        (
+            "unclaimed_s",
+            "headrace_unclaimed_seconds",
+            "of that, for requests of HTTP processes that died: in no usage record",
+        ),
     )
 
     def __init__(
@@ -117,7 +129,7 @@ class EngineMetrics:
                 "event", model_name, registry,
             )),
         ]  # fmt: skip
-        self._last: dict[str, int] = {}
+        self._last: dict[str, float] = {}
 
     def describe_kernels(self, labels: Mapping[str, str]) -> None:
         """What computes and why; `labels` are the fields of `messages.KernelsInfo`."""
@@ -134,7 +146,7 @@ class EngineMetrics:
             self._config.labels(self._model_name, self._block_size, str(stats.kv_blocks)).set(1)
         if stats.kv_used != last.get("kv_used") and stats.kv_blocks:
             self._usage.set(stats.kv_used / stats.kv_blocks)
-        new: dict[str, int] = {}
+        new: dict[str, float] = {}
         for field, gauge in self._gauges:
             value = new[field] = getattr(stats, field)
             if value != last.get(field):
@@ -196,6 +208,7 @@ class ApiMetrics:
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model_name = model_name
         self._registry = registry
+        self.usage = UsageMetrics(model_name, registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = FINE) -> Histogram:
             metric = Histogram(name, text, ["model_name"], registry=registry, buckets=buckets)
