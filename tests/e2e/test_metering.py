@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -35,6 +35,10 @@ class Metered(Server):
             prices="input=1,cached=0.5,output=2,device_hour=3600",
             **settings,
         )
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def records(self) -> dict[str, dict[str, Any]]:
         """By request id."""
