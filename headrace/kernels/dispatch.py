@@ -1,0 +1,327 @@
+"""Tokens in the order of their experts: what the grouped products of `experts` walk through.
+
+Assignment a = t * each + j is the j-th expert of token t. Those of one expert stand together, token
+after token, in tiles of a fixed number of rows; the last tile of an expert may be part empty. There
+are as many tiles as the worst routing needs, since a captured graph's grid does not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.kernels import pdl
+from headrace.kernels.launch import launch
+from headrace.kernels.router import Routing, check_logits, choose, constants, route
+from headrace.kernels.shapes import check_output
+
+FUSED_TOKENS = 16  # up to which each expert's program routes all tokens itself
+LARGEST_TILE = 128  # rows
+_ITEMS = 4096  # assignments that a program looks at in one turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """Where the routing of one step stands, on the device.
+
+    experts [T, each] int32, NOWHERE for padding; weights [T, each] float32;
+    tile_experts [tiles] int32: the expert of each tile, -1: the tile is empty;
+    order [tiles, tile_rows] int32: the assignment of each row, -1: the row is empty.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    tile_experts: Tensor
+    order: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.experts.shape[0]
+
+    @property
+    def each(self) -> int:
+        """Experts of one token."""
+        return self.experts.shape[1]
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.order.shape[1]
+
+    @property
+    def tiles(self) -> int:
+        """Full and empty."""
+        return self.order.shape[0]
+
+
+def most_tiles(tokens: int, routing: Routing, tile_rows: int) -> int:
+    """The tiles that the worst routing needs: each expert that is hit may leave one part empty."""
+    items = tokens * routing.each
+    hit = min(items, routing.total)
+    return (items - hit) // tile_rows + hit
+
+
+class DispatchScratch:
+    """Memory for the dispatch of steps of at most `tokens` tokens, whatever their tiles' rows."""
+
+    def __init__(self, tokens: int, routing: Routing, device: torch.device) -> None:
+        items = tokens * routing.each
+        most = items + min(items, routing.total)  # a tile for each, at worst
+        self._routing, self._tokens = routing, tokens
+        self._experts = torch.zeros(items, dtype=torch.int32, device=device)
+        self._weights = torch.zeros(items, dtype=torch.float32, device=device)
+        self._tiles = torch.zeros(most, dtype=torch.int32, device=device)
+        rows = most_tiles(tokens, routing, LARGEST_TILE) * LARGEST_TILE
+        self._order = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    def of(self, tokens: int, tile_rows: int) -> Dispatch:
+        """For one step of them."""
+        assert tokens <= self._tokens, f"{tokens} tokens, room for {self._tokens}"
+        assert tile_rows <= LARGEST_TILE, f"tiles of {tile_rows} rows"
+        each, tiles = self._routing.each, most_tiles(tokens, self._routing, tile_rows)
+        return Dispatch(
+            self._experts[: tokens * each].view(tokens, each),
+            self._weights[: tokens * each].view(tokens, each),
+            self._tiles[:tiles],
+            self._order[: tiles * tile_rows].view(tiles, tile_rows),
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it."""
+        held = (self._experts, self._weights, self._tiles, self._order)
+        return sum(t.numel() * t.element_size() for t in held)
+
+
+@triton.jit
+def _place(
+    expert,
+    ids,  # [N], -1: none
+    item,  # [N] its assignments
+    first,  # the expert's first row, and
+    placed,  # how many of its rows are taken
+    order,
+):
+    """-> rows taken now."""
+    own = ids == expert
+    rank = tl.cumsum(own.to(tl.int32), 0) - 1
+    tl.store(order + first + placed + rank, item, mask=own)
+    return placed + tl.sum(own.to(tl.int32), 0)
+
+
+@triton.jit
+def _finish(
+    expert,
+    counts,  # [EP] assignments of each expert
+    first_tile,
+    count,
+    tiles,
+    tile_experts,
+    order,
+    tally,
+    EP: tl.constexpr,
+    BM: tl.constexpr,
+    BF: tl.constexpr,
+    TALLY: tl.constexpr,
+):
+    """The expert's entries of tile_experts, its empty rows, its tally; the first expert marks the
+    empty tiles."""
+    own_tiles = tl.cdiv(count, BM)
+    row = count + tl.arange(0, BM)
+    tl.store(order + first_tile * BM + row, -1, mask=row < own_tiles * BM)
+    f = tl.arange(0, BF)
+    for done in range(0, own_tiles, BF):
+        tl.store(tile_experts + first_tile + done + f, expert, mask=done + f < own_tiles)
+    if expert == 0:
+        used = tl.sum(tl.cdiv(counts, BM), 0)
+        for done in range(used, tiles, BF):
+            tl.store(tile_experts + done + f, -1, mask=done + f < tiles)
+    if TALLY:
+        total = tl.num_programs(0)
+        tl.store(tally + expert, tl.load(tally + expert) + count)
+        hit = (count > 0).to(tl.int64)
+        tl.store(tally + total + expert, tl.load(tally + total + expert) + hit)
+
+
+@triton.jit
+def _starts(expert, counts, EP: tl.constexpr, BM: tl.constexpr):
+    """-> the expert's first tile, and its assignments."""
+    bins = tl.arange(0, EP)
+    first = tl.sum(tl.where(bins < expert, tl.cdiv(counts, BM), 0), 0)
+    return first, tl.sum(tl.where(bins == expert, counts, 0), 0)
+
+
+@triton.jit(do_not_specialize=["items", "tiles"])
+def dispatch_kernel(
+    experts,
+    order,
+    tile_experts,
+    tally,
+    items,
+    tiles,
+    EP: tl.constexpr,
+    BM: tl.constexpr,
+    BA: tl.constexpr,
+    BF: tl.constexpr,
+    TALLY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (experts,)."""
+    pdl.release(PDL)
+    expert = tl.program_id(0)
+    a = tl.arange(0, BA)
+    counts = tl.zeros((EP,), tl.int32)
+    pdl.wait(PDL)
+    for first in range(0, items, BA):
+        ids = tl.load(experts + first + a, mask=first + a < items, other=-1)
+        counts += tl.histogram(tl.where(ids < 0, 0, ids), EP, mask=ids >= 0)
+    first_tile, count = _starts(expert, counts, EP, BM)
+    if count > 0:
+        placed = 0
+        for first in range(0, items, BA):
+            ids = tl.load(experts + first + a, mask=first + a < items, other=-1)
+            placed = _place(expert, ids, first + a, first_tile * BM, placed, order)
+    _finish(expert, counts, first_tile, count, tiles, tile_experts, order, tally, EP, BM, BF, TALLY)
+
+
+@triton.jit(do_not_specialize=["tokens", "spare", "tiles"], do_not_specialize_on_alignment=["rows"])
+def route_dispatch_kernel(
+    logits,
+    correction,
+    rows,
+    experts,
+    weights,
+    order,
+    tile_experts,
+    tally,
+    tokens,
+    spare,
+    tiles,
+    E: tl.constexpr,
+    TOP: tl.constexpr,
+    SHARED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BT: tl.constexpr,
+    EP: tl.constexpr,
+    KP: tl.constexpr,
+    GP: tl.constexpr,
+    BINS: tl.constexpr,
+    BM: tl.constexpr,
+    BF: tl.constexpr,
+    TALLY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (experts,): every program routes all tokens, which are few, and places its own."""
+    pdl.release(PDL)
+    expert = tl.program_id(0)
+    token = tl.arange(0, BT)
+    k = tl.arange(0, KP)
+    pdl.wait(PDL)
+    ids, factors = choose(
+        logits, correction, rows, spare, token, tokens,
+        E, TOP, SHARED, SIGMOID, CORRECTED, RENORMALISE, SCALE,
+        GROUPS, TOP_GROUPS, PAIRS, PADDED, BT, EP, KP, GP,
+    )  # fmt: skip
+    item = token[:, None] * (TOP + SHARED) + k[None, :]
+    if expert == 0:
+        mask = (token < tokens)[:, None] & (k < TOP + SHARED)[None, :]
+        tl.store(experts + item, ids, mask=mask)
+        tl.store(weights + item, factors, mask=mask)
+    ids = tl.reshape(ids, (BT * KP,))
+    counts = tl.histogram(tl.where(ids < 0, 0, ids), BINS, mask=ids >= 0)
+    first_tile, count = _starts(expert, counts, BINS, BM)
+    _place(expert, ids, tl.reshape(item, (BT * KP,)), first_tile * BM, 0, order)
+    _finish(
+        expert, counts, first_tile, count, tiles, tile_experts, order, tally, BINS, BM, BF, TALLY
+    )
+
+
+def _check(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:
+    assert into.each == routing.each, "experts of a token"
+    tiles, rows = into.tiles, into.tile_rows
+    assert tiles >= most_tiles(into.tokens, routing, rows), "too few tiles"
+    assert rows == triton.next_power_of_2(rows), "rows of a tile are a power of two"
+    check_output(into.order, (tiles, rows))
+    check_output(into.tile_experts, (tiles,))
+    check_output(into.weights, (into.tokens, routing.each))
+    if tally is not None:
+        check_output(tally, (2, routing.total))
+        assert tally.dtype == torch.int64, "counts since the start"
+
+
+def route_and_dispatch(
+    logits: Tensor,
+    routing: Routing,
+    into: Dispatch,
+    *,
+    correction: Tensor | None = None,
+    rows: Tensor | None = None,
+    spare: int = -1,
+    tally: Tensor | None = None,
+    with_pdl: bool = False,
+) -> None:
+    """`router.route` and `dispatch`: one launch for at most FUSED_TOKENS tokens."""
+    tokens = logits.shape[0]
+    assert tokens == into.tokens, f"{tokens} tokens, a dispatch of {into.tokens}"
+    if tokens > FUSED_TOKENS:
+        route(
+            logits, routing, correction=correction, rows=rows, spare=spare,
+            experts=into.experts, weights=into.weights, with_pdl=with_pdl,
+        )  # fmt: skip
+        dispatch(routing, into, tally=tally, with_pdl=with_pdl)
+        return
+    check_logits(logits, routing, correction, rows)
+    _check(into, routing, tally)
+    padded = triton.next_power_of_2(max(1, tokens))
+    launch(route_dispatch_kernel, (routing.total,),
+        logits, logits if correction is None else correction,
+        into.experts if rows is None else rows,
+        into.experts, into.weights, into.order, into.tile_experts,
+        into.experts if tally is None else tally, tokens, spare, into.tiles,
+        **constants(routing, correction, rows), BT=padded,
+        BINS=triton.next_power_of_2(routing.total), BM=into.tile_rows, BF=128,
+        TALLY=tally is not None, num_warps=min(8, max(1, padded // 2)), **pdl.options(with_pdl),
+    )  # fmt: skip
+
+
+def dispatch(
+    routing: Routing, into: Dispatch, *, tally: Tensor | None = None, with_pdl: bool = False
+) -> None:
+    """into.experts -> into.order and into.tile_experts.
+
+    tally [2, experts] int64: how many tokens an expert got so far, and in how many calls any.
+    """
+    _check(into, routing, tally)
+    items = into.tokens * into.each
+    block = min(_ITEMS, triton.next_power_of_2(max(16, items)))
+    launch(dispatch_kernel, (routing.total,),
+        into.experts, into.order, into.tile_experts, into.experts if tally is None else tally,
+        items, into.tiles,
+        EP=triton.next_power_of_2(routing.total), BM=into.tile_rows, BA=block, BF=128,
+        TALLY=tally is not None, num_warps=8 if block > 1024 else 4, **pdl.options(with_pdl),
+    )  # fmt: skip
+
+
+def dispatch_reference(experts: Tensor, total: int, tile_rows: int) -> tuple[list[int], list[int]]:
+    """experts [T, each] -> the expert of each tile in use, and the assignment of each row."""
+    items = experts.reshape(-1).tolist()
+    tiles: list[int] = []
+    order: list[int] = []
+    for expert in range(total):
+        own = [a for a, found in enumerate(items) if found == expert]
+        own += [-1] * (-len(own) % tile_rows)
+        tiles += [expert] * (len(own) // tile_rows)
+        order += own
+    return tiles, order
