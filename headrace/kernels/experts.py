@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.dispatch import Dispatch
+from headrace.kernels.dispatch import LARGEST_TILE, Dispatch
 from headrace.kernels.launch import launch
-from headrace.kernels.product import norm_reference
+from headrace.kernels.router import Routing
 from headrace.kernels.shapes import check_output
 
 SWIGLU_ALPHA = 1.702  # of gpt-oss: https://github.com/openai/gpt-oss, swiglu in torch/model.py
@@ -35,6 +35,53 @@ class ExpertsConfig:
     block_k: int
     warps: int
     stages: int
+
+
+# Few rows: as many bytes in flight as shared memory holds beside a second program of the
+# multiprocessor. Many: tiles that the asynchronous matrix unit takes, 64 rows a group of four warps.
+CANDIDATES: dict[int, tuple[ExpertsConfig, ...]] = {
+    16: (
+        ExpertsConfig(32, 256, 4, 4),
+        ExpertsConfig(32, 128, 4, 5),
+        ExpertsConfig(64, 128, 4, 4),
+        ExpertsConfig(64, 128, 8, 4),
+        ExpertsConfig(16, 256, 4, 4),
+        ExpertsConfig(128, 64, 4, 4),
+    ),
+    32: (
+        ExpertsConfig(64, 128, 4, 4),
+        ExpertsConfig(64, 128, 8, 4),
+        ExpertsConfig(128, 64, 8, 4),
+        ExpertsConfig(32, 128, 4, 5),
+    ),
+    64: (
+        ExpertsConfig(128, 64, 4, 4),
+        ExpertsConfig(64, 64, 4, 4),
+        ExpertsConfig(64, 128, 4, 3),
+        ExpertsConfig(128, 64, 4, 3),
+    ),
+    128: (
+        ExpertsConfig(128, 64, 8, 4),
+        ExpertsConfig(128, 64, 8, 3),
+        ExpertsConfig(256, 64, 8, 3),
+        ExpertsConfig(128, 64, 4, 3),
+    ),
+}
+
+
+def default_config(tile_rows: int) -> ExpertsConfig:
+    """For a card that nobody measured."""
+    return CANDIDATES[max(16, tile_rows)][0]
+
+
+def default_tile_rows(tokens: int, routing: Routing) -> int:
+    """Rows of a tile, such that the routed experts of evenly spread tokens fit one while they are
+    few; a power of two, from 16, the least that the matrix units take."""
+    mean = -(-tokens * routing.top // routing.experts)
+    rows = 16
+    while rows < LARGEST_TILE and rows < mean * 3 // 2:
+        rows *= 2
+    return rows
 
 
 def columns_a_turn(x: Tensor, config: ExpertsConfig) -> int:
@@ -298,7 +345,7 @@ def experts_reference(
     limit: float = 0.0,
 ) -> Tensor:
     """The whole layer in float64: x [T, K], experts and weights [T, each] -> [T, K]."""
-    x = norm_reference(x, None)
+    x = x.double()
     out = torch.zeros_like(x)
     for t, (ids, factors) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True)):
         for e, factor in zip(ids, factors, strict=True):

@@ -131,9 +131,7 @@ def latent_decode_kernel(
         for _ in tl.range(begin, end, num_stages=STAGES):
             seen = key < n_keys
             line = cache + (block.to(tl.int64) * PAGE + key % PAGE)[:, None] * (RANK + ROPE)
-            latent = tl.load(
-                line + r[None, :], mask=seen[:, None] & (r < RANK)[None, :], other=0.0
-            )
+            latent = tl.load(line + r[None, :], mask=seen[:, None] & (r < RANK)[None, :], other=0.0)
             rope = tl.load(
                 line + RANK + p[None, :], mask=seen[:, None] & (p < ROPE)[None, :], other=0.0
             )

@@ -39,60 +39,6 @@ def latent_prefill_config(dtype: torch.dtype) -> LatentPrefillConfig:
     return LatentPrefillConfig(64, 32, 8, 3)
 
 
-@triton.jit
-def _attend(
-    acc,
-    top,
-    total,
-    latent_q,
-    rope_q,
-    cache,
-    table,
-    query_position,
-    n_keys,
-    begin,
-    end,
-    scale,
-    MASKED: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BR: tl.constexpr,
-    BP: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Key tiles [begin, end); not MASKED: every query sees every key."""
-    r = tl.arange(0, BR)
-    p = tl.arange(0, BP)
-    key = begin * TILE + tl.arange(0, TILE)
-    unit = scale * LOG2E
-    block = tl.load(table + key // PAGE, mask=key < n_keys, other=0)
-    for _ in tl.range(begin, end, num_stages=STAGES):
-        there = (key < n_keys)[:, None]
-        line = cache + (block.to(tl.int64) * PAGE + key % PAGE)[:, None] * (RANK + ROPE)
-        latent = tl.load(line + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
-        rope = tl.load(line + RANK + p[None, :], mask=there & (p < ROPE)[None, :], other=0.0)
-        scores = tl.dot(rope_q, tl.trans(rope), input_precision="ieee")
-        scores = tl.dot(latent_q, tl.trans(latent), scores, input_precision="ieee")
-        if MASKED:
-            scores = tl.where(key[None, :] <= query_position[:, None], scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-        if MASKED:  # a query may have seen no key of this part yet
-            finite = tl.where(new_top == -float("inf"), 0.0, new_top)
-        else:
-            finite = new_top
-        weights = tl.exp2(scores * unit - finite[:, None])
-        shrink = tl.exp2(top - finite)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
-        top = new_top
-        key += TILE
-        block = tl.load(table + key // PAGE, mask=key < n_keys, other=0)
-    return acc, top, total
-
-
 @triton.jit(
     do_not_specialize=["width", "slots"],
     do_not_specialize_on_alignment=["rows", "starts", "counts", "firsts", "tiles", "tables"],
@@ -147,7 +93,6 @@ def latent_prefill_kernel(
     latent_q = tl.load(source + r[None, :], mask=inside & (r < RANK)[None, :], other=0.0)
     rope_q = tl.load(source + RANK + p[None, :], mask=inside & (p < ROPE)[None, :], other=0.0)
     query_position = start + tl.minimum(query, count - 1)
-    lowest = start + tile * M // HEADS  # position of the tile's first query
     n_keys = start + tl.minimum((tile * M + M - 1) // HEADS, count - 1) + 1
 
     acc = tl.zeros([M, BR], tl.float32)
@@ -156,15 +101,29 @@ def latent_prefill_kernel(
     key_tiles = tl.cdiv(n_keys, TILE)
     begin = part * key_tiles // parts
     end = (part + 1) * key_tiles // parts
-    full_end = tl.minimum(tl.maximum((lowest + 1) // TILE, begin), end)  # all queries see these
-    acc, top, total = _attend(
-        acc, top, total, latent_q, rope_q, cache, table, query_position, n_keys,
-        begin, full_end, scale, False, RANK, ROPE, BR, BP, PAGE, TILE, STAGES,
-    )  # fmt: skip
-    acc, top, total = _attend(
-        acc, top, total, latent_q, rope_q, cache, table, query_position, n_keys,
-        full_end, end, scale, True, RANK, ROPE, BR, BP, PAGE, TILE, STAGES,
-    )  # fmt: skip
+    key = begin * TILE + tl.arange(0, TILE)
+    unit = scale * LOG2E
+    # Block ids are carried a turn ahead: else loads of lines would wait for them.
+    block = tl.load(table + key // PAGE, mask=key < n_keys, other=0)
+    for _ in tl.range(begin, end, num_stages=STAGES):
+        there = (key < n_keys)[:, None]
+        at = cache + (block.to(tl.int64) * PAGE + key % PAGE)[:, None] * (RANK + ROPE)
+        latent = tl.load(at + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
+        rope = tl.load(at + RANK + p[None, :], mask=there & (p < ROPE)[None, :], other=0.0)
+        scores = tl.dot(rope_q, tl.trans(rope), input_precision="ieee")
+        scores = tl.dot(latent_q, tl.trans(latent), scores, input_precision="ieee")
+        scores = tl.where(key[None, :] <= query_position[:, None], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+        # A query may have seen no key of this part yet.
+        finite = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(scores * unit - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
+        top = new_top
+        key += TILE
+        block = tl.load(table + key // PAGE, mask=key < n_keys, other=0)
     answer = out + line * RANK + r[None, :]
     mask = inside & (r < RANK)[None, :]
     if parts == 1:
@@ -191,7 +150,7 @@ def latent_prefill(
     config: LatentPrefillConfig | None = None,
     with_pdl: bool = False,
 ) -> Tensor:
-    """Token j of a chunk attends to positions 0..start + j of its row, whose lines are in the cache.
+    """Token j of a chunk attends to positions 0..start + j of its row, whose lines the cache has.
 
     q [T, heads, rank + rope]; cache [blocks, 1, block_size, rank + rope] -> out [T, heads, rank];
     tokens of no chunk are left as they are. The chunks' tiling has group = heads, kv_heads = 1 and
@@ -233,5 +192,3 @@ def latent_prefill_reference(
         own = slice(first, first + count)
         out[own] = latent_reference(q[own], lines, start, shape, scale=scale)
     return out
-
-

@@ -205,7 +205,9 @@ def route_kernel(
     tl.store(weights + at, factors, mask=mask)
 
 
-def constants(routing: Routing, correction: Tensor | None, rows: Tensor | None) -> dict[str, object]:
+def constants(
+    routing: Routing, correction: Tensor | None, rows: Tensor | None
+) -> dict[str, object]:
     """Of `choose`, for a model."""
     return {
         "E": routing.experts,

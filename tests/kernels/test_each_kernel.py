@@ -23,9 +23,12 @@ from tests.kernels import (
     test_dense_prefill,
     test_edited,
     test_elementwise,
+    test_experts,
+    test_latent,
     test_linear,
     test_logprobs,
     test_pool,
+    test_router,
     test_sampling,
     test_state,
 )
@@ -52,6 +55,17 @@ CASES: dict[str, Case] = {
     ),
     "_gather_kernel": lambda on: test_dense_prefill.test_gather(DTYPE, 80, 29),
     "_merge_kernel": lambda on: test_dense_prefill.test_merge(DTYPE, 7, 5, 80),
+    "expert_gate_up_kernel expert_down_kernel combine_kernel": lambda on: test_experts.test_layer(
+        "odd", DTYPE, on
+    ),
+    "route_kernel dispatch_kernel": lambda on: test_router.test_routing("pairs", 17, on),
+    "route_dispatch_kernel": lambda on: test_router.test_routing("groups", 5, on),
+    "latent_write_kernel": lambda on: test_latent.test_write("odd", DTYPE, on),
+    "absorb_kernel value_up_kernel": lambda on: test_latent.test_up_and_down("even", 3, DTYPE, on),
+    "latent_decode_kernel": lambda on: test_latent.test_decode("odd", [50, 2], 6, DTYPE, on),
+    "latent_prefill_kernel gather_lines_kernel latent_dense_kernel": lambda on: (
+        test_latent.test_chunks("odd", [(90, 3)], 4, DTYPE, on)
+    ),
     "_poke_kernel": lambda on: test_state.test_poke(on, 1000, 600, 599),
     "_copy_kernel": lambda on: test_state.test_copy_blocks(on, DTYPE, True),
     (
