@@ -1,6 +1,6 @@
-"""Kernels of mixtures of experts and latent attention on this card: microseconds and achieved rates.
+"""Kernels of mixtures of experts and latent attention on this card: microseconds and rates.
 
-    python -m benchmarks.gpu.experts [--part route,experts,latent,prefill] [--shape NAME] [--quick]
+    python -m benchmarks.gpu.experts [--part experts,latent,prefill] [--shape NAME] [--quick]
 
 Inside CUDA graphs over several layers' weights, which no cache of the card holds; tokens are routed
 at random. Every candidate configuration is timed, all are compiled first, side by side. Prints one
@@ -12,6 +12,7 @@ configuration of each shape, as `headrace/kernels/tuned` holds it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -145,7 +146,8 @@ def launches(mixture: Mixture, tokens: int) -> Iterator[tuple[str, int, ExpertsC
 def measure_experts(name: str, tokens_list: tuple[int, ...], device: torch.device) -> None:
     """Every candidate of both products, and the best."""
     shape = SHAPES[name]
-    mixture, best = Mixture(shape, device), {}
+    mixture = Mixture(shape, device)
+    best: dict[tuple[str, int, int], tuple[float, ExpertsConfig]] = {}
     with compiling(os.cpu_count() or 8, trying=True):
         for tokens in tokens_list:
             for *_, run in launches(mixture, tokens):
@@ -230,7 +232,8 @@ def measure_latent(tokens_list: tuple[int, ...], device: torch.device) -> None:
     angles = torch.randn(32768, LATENT.rope // 2, device=device)
     for tokens in tokens_list:
         both = torch.randn(tokens, LATENT.heads * LATENT.query + LATENT.line, device=device)
-        q, kv = both.to(DTYPE).split((LATENT.heads * LATENT.query, LATENT.line), dim=1)
+        both = both.to(DTYPE)
+        q, kv = both[:, : -LATENT.line], both[:, -LATENT.line :]
         gain = torch.ones(LATENT.rank, dtype=DTYPE, device=device)
         turned = torch.empty(tokens, LATENT.heads, LATENT.query, dtype=DTYPE, device=device)
         wide = torch.empty(tokens, LATENT.heads, LATENT.line, dtype=DTYPE, device=device)
@@ -243,9 +246,10 @@ def measure_latent(tokens_list: tuple[int, ...], device: torch.device) -> None:
             lines = Lines(tokens, context, device)
             facts = {"tokens": tokens, "context": context}
             if context == 100:
-                write = lambda: latent_write(  # noqa: E731
-                    q, kv, (gain, 1e-6), lines.columns, angles, angles, lines.cache, LATENT,  # noqa: B023
-                    out=turned, with_pdl=True)  # noqa: B023  # fmt: skip
+                write = functools.partial(
+                    latent_write, q, kv, (gain, 1e-6), lines.columns, angles, angles,
+                    lines.cache, LATENT, out=turned, with_pdl=True,
+                )  # fmt: skip
                 timed("latent_write", write, 1, 0, 0, **facts)
                 timed("absorb", lambda: absorb(turned, up, LATENT, out=wide, with_pdl=True), 1,  # noqa: B023
                       part, part * tokens, **facts)  # fmt: skip
@@ -255,9 +259,10 @@ def measure_latent(tokens_list: tuple[int, ...], device: torch.device) -> None:
             for splits in (sms, 2 * sms) if tokens < 64 else (2 * sms,):
                 scratch = latent_scratch(tokens, LATENT, splits, device)
                 for config in LATENT_CANDIDATES:
-                    decode = lambda: latent_decode(  # noqa: E731
-                        wide, lines.cache, lines.columns, LATENT, scale=scale,  # noqa: B023
-                        splits=splits, scratch=scratch, out=sums, config=config, with_pdl=True)  # noqa: B023  # fmt: skip
+                    decode = functools.partial(
+                        latent_decode, wide, lines.cache, lines.columns, LATENT, scale=scale,
+                        splits=splits, scratch=scratch, out=sums, config=config, with_pdl=True,
+                    )  # fmt: skip
                     try:
                         timed("latent_decode", decode, 1, 2.0 * tokens * context * LATENT.line,
                               0, splits=splits, config=list(dataclasses.astuple(config)),
@@ -295,8 +300,9 @@ def measure_prefill(device: torch.device) -> None:
             chunks = Chunks.of(words, 1, tiling.rows)
             ends = chunks.starts + chunks.counts
             plan = DenseKeys(chunks, ends - ends, ends, start + count, start + count)
-            gather = lambda: gather_lines(  # noqa: E731
-                lines.cache, lines.columns.tables, plan, out=gathered, with_pdl=True)  # noqa: B023  # fmt: skip
+            gather = functools.partial(
+                gather_lines, lines.cache, lines.columns.tables, plan, out=gathered, with_pdl=True
+            )
             gather()
             both = (gathered[:, : LATENT.rank] @ up.T).view(start + count, LATENT.heads, -1)
             timed("latent_dense",

@@ -38,7 +38,7 @@ class ExpertsConfig:
 
 
 # Few rows: as many bytes in flight as shared memory holds beside a second program of the
-# multiprocessor. Many: tiles that the asynchronous matrix unit takes, 64 rows a group of four warps.
+# multiprocessor. Many: tiles for the asynchronous matrix unit, 64 rows a group of four warps.
 CANDIDATES: dict[int, tuple[ExpertsConfig, ...]] = {
     16: (
         ExpertsConfig(32, 256, 4, 4),

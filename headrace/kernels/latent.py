@@ -305,11 +305,12 @@ def value_up(
         return out
     bm = min(64, max(16, triton.next_power_of_2(tokens)))
     bn = min(16 if bm < 64 else 64, triton.next_power_of_2(shape.dv))
+    bk = min(128 if x.element_size() == 2 else 32, max(16, triton.next_power_of_2(shape.rank)))
     grid = (shape.heads, triton.cdiv(shape.dv, bn), triton.cdiv(tokens, bm))
     launch(value_up_kernel, grid,
         x, weight, out, tokens,
         HEADS=shape.heads, RANK=shape.rank, NOPE=shape.nope, DV=shape.dv,
-        BM=bm, BN=bn, BK=min(128 if x.element_size() == 2 else 32, max(16, triton.next_power_of_2(shape.rank))),
+        BM=bm, BN=bn, BK=bk,
         num_warps=4, num_stages=3, **pdl.options(with_pdl),
     )  # fmt: skip
     return out

@@ -1,8 +1,7 @@
-"""Paged attention in the latent space: each token is one query, of all heads, over one line a token.
+"""Paged attention in the latent space: a token is one query, of all heads, over one line a token.
 
 As `attention_decode`, whose shares and sums it uses, but that values are the first numbers of the
-keys: a line passes once. Heads are the rows of the matrix products; the cache is read once for 16 of
-them.
+keys: a line passes once. Heads are the rows of the matrix products, 16 a program.
 """
 
 from __future__ import annotations

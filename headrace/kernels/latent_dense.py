@@ -1,8 +1,8 @@
 """Attention of chunks over keys and values made anew from the latent, for many queries at once.
 
-The lines of each chunk's context are gathered side by side, one matrix product (the library's) makes
-every head's keys and values of them, and then it is flash attention whose queries and keys have
-nope + rope numbers (the rotated part of a key is all heads' and stays in the line) and whose values
+The lines of each chunk's context are gathered side by side, one matrix product (the library's)
+makes every head's keys and values of them, and then it is flash attention: queries and keys have
+nope + rope numbers (the rotated part of a key is all heads' and stays in the line) and values
 have dv: a third of the work of attending in the latent space.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,8 +46,9 @@ def test_layer(name: str, dtype: torch.dtype, device: torch.device) -> None:
     spare = tokens - 1 if tokens > 1 else -1
     plan = DispatchScratch(tokens, routing, device).of(tokens, tile_rows)
     logits = torch.randn(tokens, routing.experts, generator=rng).to(device)
-    options = {"config": config, "with_pdl": pdl.supported(device)}
-    route_and_dispatch(logits, routing, plan, rows=rows, spare=spare, with_pdl=options["with_pdl"])
+    with_pdl = pdl.supported(device)
+    options: dict[str, Any] = {"config": config, "with_pdl": with_pdl}
+    route_and_dispatch(logits, routing, plan, rows=rows, spare=spare, with_pdl=with_pdl)
 
     items = tokens * routing.each
     inner = torch.full((items, ffn), torch.nan, dtype=dtype, device=device)
@@ -57,9 +60,9 @@ def test_layer(name: str, dtype: torch.dtype, device: torch.device) -> None:
         x, gate_up, down, plan.experts, plan.weights, biases=biases, limit=limit
     )
     out = torch.full((tokens, hidden), torch.nan, dtype=dtype, device=device)
-    assert_close(combine(y, plan, out=out, with_pdl=options["with_pdl"]), reference, dtype)
+    assert_close(combine(y, plan, out=out, with_pdl=with_pdl), reference, dtype)
     before = residual.clone()
-    combine(y, plan, residual=residual, out=residual, with_pdl=options["with_pdl"])
+    combine(y, plan, residual=residual, out=residual, with_pdl=with_pdl)
     assert_close(residual, reference + before.double(), dtype)
     if spare >= 0:
         assert torch.equal(residual[spare], before[spare]), "padding gets the residual alone"
