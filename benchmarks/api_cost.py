@@ -31,6 +31,7 @@ from headrace.api.prepare import Prepared
 from headrace.api.service import Service
 from headrace.api.stream import EventStream
 from headrace.engine.client import EngineClient, Job, TokenStream
+from headrace.hooks.load import Hooks
 from headrace.messages import Done, End, TokenOut
 from headrace.observe.metrics import ApiMetrics
 from headrace.prices import Prices
@@ -70,7 +71,8 @@ async def _send(message: Any) -> None:
 async def loop_cost(streams: int, tokens: int) -> float:
     """Microseconds per token without sockets."""
     tokenizer = load_tokenizer(ModelFiles("fake", "fake", Path()))
-    service = cast(Service, SimpleNamespace(tokenizer=tokenizer, eos_ids=[256, 258]))
+    facts = SimpleNamespace(tokenizer=tokenizer, eos_ids=[256, 258], hooks=Hooks())
+    service = cast(Service, facts)
     client, metrics = DrivenClient(), METRICS
     meter = Meter("fake", Prices(), metrics.usage, "", 1.0)
     reply = Reply("chatcmpl-" + "0" * 24, 1, "model", "fp_0", False, False)

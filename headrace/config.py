@@ -86,6 +86,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     response_store_ttl_s: SomeSeconds = 3600.0
     stream_resume_s: Seconds = 0.0
     stream_resume_bytes: Annotated[int, Meta(ge=4096)] = 2**20
+    hook: tuple[str, ...] = ()
     restart: bool = False
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -161,6 +162,8 @@ HELP: Mapping[str, str] = {
     "stream_resume_s": "seconds that a stream goes on without its client, which may come back with "
     "Last-Event-ID; 0 = none: a client that leaves ends its request",
     "stream_resume_bytes": "newest events of such a stream that are kept for that",
+    "hook": "KIND=NAME:TEXT, code before or after the model: moderation, filter, check, score or "
+    "cite; see docs/hooks.md",
     "restart": "start the engine again when it dies, instead of ending the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",

@@ -3,7 +3,8 @@
     HeadraceError
     ├── ClientError                 the caller's fault; do not retry unchanged
     │   ├── InvalidRequest          400  invalid_request_error   (param names the field)
-    │   │   └── ContextTooLong      400  context_length_exceeded
+    │   │   ├── ContextTooLong      400  context_length_exceeded
+    │   │   └── ContentBlocked      400  content_filter   (by a moderation hook)
     │   ├── Unauthorized            401  invalid_api_key
     │   ├── Forbidden               403  forbidden
     │   ├── NotFound                404  model_not_found, or the code given
@@ -14,10 +15,12 @@
     ├── Busy                        nobody's fault; retry after `retry_after_s`
     │   ├── QueueFull               503  queue_full
     │   ├── TooManyStreams          503  too_many_streams
+    │   ├── HookUnavailable         503  hook_unavailable (one that must have its say)
     │   └── ShuttingDown            503  shutting_down
     ├── TimedOut                    504  timed_out   (the server's own limits of time)
     ├── EngineError                 our fault; the request failed, the server may go on
     │   ├── RequestFailed           500  request_failed    (this request alone: NaN logits, ...)
+    │   │   └── UnfitAnswer         500  unfit_answer      (a check could not mend it)
     │   ├── EngineDead              503  engine_dead
     │   ├── NotReady                503  not_ready
     │   └── UsageLogFailed          503  usage_log_failed
@@ -64,6 +67,12 @@ class ContextTooLong(InvalidRequest):
     """Prompt plus max_tokens do not fit; the message holds both numbers and the limit."""
 
     code = "context_length_exceeded"
+
+
+class ContentBlocked(InvalidRequest):
+    """A moderation hook refuses the prompt; the message is its reason."""
+
+    code = "content_filter"
 
 
 class Unauthorized(ClientError):
@@ -138,6 +147,12 @@ class TooManyStreams(Busy):
     code = "too_many_streams"
 
 
+class HookUnavailable(Busy):
+    """A hook that must have its say could not be reached."""
+
+    code = "hook_unavailable"
+
+
 class ShuttingDown(Busy):
     """The server is draining and admits nothing new."""
 
@@ -160,6 +175,12 @@ class RequestFailed(EngineError):
     """This request alone failed (its logits were not finite, say); others go on."""
 
     code = "request_failed"
+
+
+class UnfitAnswer(RequestFailed):
+    """The answer did not pass a check and could not be mended."""
+
+    code = "unfit_answer"
 
 
 class EngineDead(EngineError):

@@ -39,9 +39,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
+    "hooks": {"errors"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
-    | {"pages", "prices"},
+    | {"hooks", "pages", "prices"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},
@@ -58,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
 NO_TORCH = {"api", "grammar", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
-NO_TORCH |= {"config", "stages", "backends/fake", "backends/choose"}
+NO_TORCH |= {"hooks", "config", "stages", "backends/fake", "backends/choose"}
 
 
 def files() -> list[Path]:

@@ -28,6 +28,12 @@ def admit(service: Service, request: Generation) -> EngineInfo:
             "priority other than 0 needs a server with --scheduling-policy priority",
             param="priority",
         )
+    if service.hooks.filter and (request.top_count >= 0 or request.return_token_ids):
+        param = "return_token_ids" if request.return_token_ids else "logprobs"
+        raise InvalidRequest(
+            f"{param}: a filter changes what this server sends, and tokens would show it",
+            param=param,
+        )
     for token in request.stop_token_ids or ():
         if not 0 <= token < info.vocab_size:
             raise InvalidRequest(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.api.hooked import Hooked, hooked_parser
 from headrace.api.logprobs import Entry
 from headrace.api.metering import Bill
 from headrace.api.prepare import Prepared
@@ -19,7 +20,7 @@ from headrace.text.choice import ChoiceText
 from headrace.text.parts import Parser, Part, Text, joined
 from headrace.text.trace import Span
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class Choice:
@@ -81,6 +82,9 @@ class Answer:
         self.bill: Bill | None = None  # shown in `usage`, once everything has come
         self.traced = prepared.shown.tokens or prepared.drawn > prepared.n
         self._eos_ids = frozenset(service.eos_ids)
+        grammar = prepared.jobs[0].grammar
+        form = grammar.kind if grammar is not None else ""
+        make = hooked_parser(service.hooks, prepared.parser, form, prepared.documents)
         self.choices = [
             Choice(
                 position * prepared.drawn + sample,
@@ -94,7 +98,7 @@ class Answer:
                     min_tokens=prepared.min_tokens,
                     kept=prepared.kept,
                 ),
-                prepared.parser() if prepared.parser is not None else None,
+                make() if make is not None else None,
             )
             for position, job in enumerate(prepared.jobs)
             for sample in range(prepared.drawn)
@@ -129,8 +133,9 @@ class Answer:
             text = self.feed(delta)
             return [Text(text)] if text else []
         out: list[Part] = []
-        # Where reasoning ends, tokens go one by one: their count must not depend on merging.
-        for piece in _singly(delta) if parser.may_think else [delta]:
+        # Where reasoning or a filter may end, tokens go one by one: no count may depend on merging.
+        apart = parser.may_think or (isinstance(parser, Hooked) and parser.may_stop)
+        for piece in _singly(delta) if apart else [delta]:
             out += self._told_apart(choice, parser, piece)
         return out
 
@@ -141,9 +146,15 @@ class Answer:
         out = parser.feed(self.feed(delta))
         if thought or parser.thinking:  # it is the beginning of the answer, or nothing
             choice.reasoning_tokens = choice.text.n_tokens
+        hooked = parser if isinstance(parser, Hooked) else None
+        if hooked is not None and hooked.stopped and choice.finish is None:
+            self.stream.finish(choice.index, choice.text.n_tokens)
+            choice.finish = "content_filter"
         if choice.finish is not None:
             out += parser.flush()
-            if choice.finish == "stop" and parser.called:
+            if hooked is not None and hooked.stopped:
+                choice.finish, choice.stop_reason = "content_filter", None
+            elif choice.finish == "stop" and parser.called:
                 choice.finish = "tool_calls"
         return out
 

@@ -35,7 +35,7 @@ class Events:
         raise NotImplementedError
 
     def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
-        """A choice ended: `stop`, `length` or `tool_calls`."""
+        """A choice ended: `stop`, `length`, `tool_calls` or `content_filter`."""
         raise NotImplementedError
 
     async def ended(self, answer: Answer) -> None:

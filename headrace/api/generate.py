@@ -20,6 +20,7 @@ from headrace.api.events import Events
 from headrace.api.exchange import Exchange, exchange_of
 from headrace.api.logprobs import Reporter
 from headrace.api.metering import NO_OUTPUT
+from headrace.api.moderate import labelled
 from headrace.api.prepare import Prepared
 from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
@@ -97,7 +98,7 @@ async def answered(
     exchange = exchange_of(request)
     if service.draining:  # it may have begun while we tokenised
         raise ShuttingDown("the server is shutting down")
-    headers = ignored(unknown)
+    headers = ignored(unknown) | labelled(prepared.labels)
     bill = service.meter.open(exchange, prepared.user, prepared.jobs, prepared.prompt_tokens)
     with bill.covering(NO_OUTPUT):
         tokens = start(service, prepared, exchange.arrived_s, bill)

@@ -56,6 +56,7 @@ class Head(msgspec.Struct, frozen=True):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         length = "model_context_window_exceeded" if self.capped else "max_tokens"
         words = {"stop": "end_turn", "length": length, "tool_calls": "tool_use"}
+        words["content_filter"] = "refusal"
         return {"stop_reason": words[reason], "stop_sequence": None}
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.api.moderate import moderated, texts_of
 from headrace.api.schemas import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -66,6 +67,8 @@ class Prepared(msgspec.Struct, frozen=True):
     user: str = ""  # the caller's own name for who asks
     parser: Callable[[], Parser] | None = None  # one for each choice; None: its text is all text
     kept: frozenset[int] = frozenset()  # special tokens that the parser must see as text
+    labels: dict[str, float] = {}  # from moderation, for the response's header
+    documents: list[dict[str, Any]] = []  # that the answer may cite
 
     @property
     def drawn(self) -> int:
@@ -81,8 +84,10 @@ class Prepared(msgspec.Struct, frozen=True):
 async def prepare_chat(
     service: Service, request: Chat, info: EngineInfo, body_bytes: int
 ) -> Prepared:
-    """One prompt from the chat template. Raises InvalidRequest, ContextTooLong."""
+    """One prompt from the chat template. Raises InvalidRequest, ContextTooLong, and what hooks
+    raise."""
     limit = request.limit_tokens
+    labels = await moderated(service, texts_of(request)) if service.hooks.moderation else {}
     tools = toolbox(request.tools, request.tool_choice, request.parallel_tool_calls)
     if tools is not None:
         service.dialect.check_tools()
@@ -98,15 +103,23 @@ async def prepare_chat(
     grammar = await checked_chat_grammar(service, request, tools, text)
     parser = service.dialect.parser(tools, text)
     prepared = _prepared(service, request, info, [ids], limit, "messages", grammar)
-    if parser is None:
-        return prepared
-    return msgspec.structs.replace(prepared, parser=parser, kept=service.dialect.kept)
+    return msgspec.structs.replace(
+        prepared,
+        parser=parser,
+        kept=service.dialect.kept if parser is not None else frozenset(),
+        labels=labels,
+        documents=request.documents or [],
+    )
 
 
 async def prepare_completion(
     service: Service, request: Completion, info: EngineInfo, body_bytes: int
 ) -> Prepared:
-    """One to MAX_PROMPTS prompts of text or ids. Raises InvalidRequest, ContextTooLong."""
+    """One to MAX_PROMPTS prompts of text or ids. Raises as `prepare_chat`."""
+    labels: dict[str, float] = {}
+    if service.hooks.moderation:
+        texts = await asyncio.to_thread(_prompt_texts, service, request, info)
+        labels = await moderated(service, texts)
     grammar = await checked_grammar(service, request)
     add_special = request.add_special_tokens is not False
     n = request.width
@@ -135,7 +148,20 @@ async def prepare_completion(
 
     ids, echo, spans = await _timed(service, body_bytes, encode)
     limit = COMPLETION_TOKENS if request.limit_tokens is None else request.limit_tokens
-    return _prepared(service, request, info, ids, limit, "prompt", grammar, echo, spans)
+    prepared = _prepared(service, request, info, ids, limit, "prompt", grammar, echo, spans)
+    return msgspec.structs.replace(prepared, labels=labels) if labels else prepared
+
+
+def _prompt_texts(service: Service, request: Completion, info: EngineInfo) -> list[str]:
+    """The prompts as a moderation hook sees them; ids are read as text."""
+    tokenizer = service.tokenizer
+    texts = []
+    for prompt in split_prompt(request.prompt, info.vocab_size):
+        if isinstance(prompt, list):
+            tokenizer.need_text("prompt")
+            prompt = tokenizer.decode(prompt, skip_special=False)
+        texts.append(prompt)
+    return texts
 
 
 def _echo(

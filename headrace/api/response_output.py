@@ -15,6 +15,8 @@ from headrace.errors import HeadraceError
 from headrace.text.parts import Arguments, Call, Part, Reasoning, Text
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
+# How a choice ended -> why its response is not complete
+INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 Event = tuple[str, dict[str, Any]]  # its type and its members
 # The items of an ended answer -> the whole object, which was kept if that was asked for.
 Save = Callable[[Answer, list[dict[str, Any]]], Awaitable[dict[str, Any]]]
@@ -44,10 +46,11 @@ class Reply(msgspec.Struct, frozen=True):
     def ended(self, answer: Answer, output: list[Any], *, stored: bool) -> dict[str, Any]:
         """The object once the model has ended."""
         members: dict[str, Any] = {"usage": usage_of(answer), "store": stored}
-        if answer.choices[0].finish != "length":
+        reason = INCOMPLETE.get(answer.choices[0].finish or "")
+        if reason is None:
             return self.body("completed", output, **members)
-        reason = {"reason": "max_output_tokens"}
-        return self.body("incomplete", output, incomplete_details=reason, **members)
+        details = {"reason": reason}
+        return self.body("incomplete", output, incomplete_details=details, **members)
 
 
 def usage_of(answer: Answer) -> dict[str, Any]:
@@ -88,12 +91,12 @@ class Output:
         return [*out, (f"{_KIND[type(part)]}.delta", self._placed(**members))]
 
     def close(self, finish: str = "stop") -> list[Event]:
-        """The end of the open item; by `length`, it was cut short."""
+        """The end of the open item, which may have been cut short."""
         if self._open is None:
             return []
         kind, text = _KIND[self._open], "".join(self._pieces)
         item = self.items[-1]
-        status = "incomplete" if finish == "length" else "completed"
+        status = "incomplete" if finish in INCOMPLETE else "completed"
         out: list[Event] = []
         if self._open is Arguments:
             item |= {"arguments": text, "status": status}

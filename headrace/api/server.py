@@ -94,6 +94,7 @@ def serve(
     finally:
         service.checker.close()
         service.meter.close()
+        service.hooks.close()
 
 
 async def _run(server: Server, service: Service, exchanges: Exchanges, sock: socket.socket) -> None:

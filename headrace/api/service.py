@@ -22,6 +22,7 @@ from headrace.draws import parse_defaults
 from headrace.engine.client import EngineClient, TokenStream
 from headrace.errors import NotFound
 from headrace.grammar.check import Checker
+from headrace.hooks.load import load_hooks
 from headrace.messages import Done
 from headrace.observe.metrics import ApiMetrics
 from headrace.prices import parse_prices
@@ -78,6 +79,7 @@ class Service:
         )
         self.folder = folder
         self.streams = Streams(worker, settings.stream_resume_s, settings.stream_resume_bytes)
+        self.hooks = load_hooks(settings.hook)
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 
     def draw_seed(self) -> int:

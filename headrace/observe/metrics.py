@@ -220,6 +220,12 @@ class ApiMetrics:
             ["model_name", "endpoint", "status"],
             registry=registry,
         )
+        self._hooks = Counter(
+            "headrace_hooks",
+            "what hooks said, by kind and outcome",
+            ["model_name", "kind", "outcome"],
+            registry=registry,
+        )
         self.queue_s = histogram("headrace_queue_seconds", "submit to first scheduled")
         self.prefill_s = histogram("headrace_prefill_seconds", "first scheduled to first token")
         self.decode_s = histogram("headrace_decode_seconds", "first token to last token")
@@ -242,6 +248,10 @@ class ApiMetrics:
     def count_request(self, endpoint: str, status: int) -> None:
         """One HTTP request ended (status 499: the client went away)."""
         self._requests.labels(self._model_name, endpoint, str(status)).inc()
+
+    def count_hook(self, kind: str, outcome: str) -> None:
+        """A hook of that kind had its say."""
+        self._hooks.labels(self._model_name, kind, outcome).inc()
 
     def expose(self) -> bytes:
         """The text for /metrics: all processes added up, or this one. Takes milliseconds."""

@@ -18,13 +18,14 @@ from headrace.api.prepare import Prepared
 from headrace.api.service import Service
 from headrace.engine.client import Delta, EngineClient, Job, TokenStream
 from headrace.errors import RequestFailed
+from headrace.hooks.load import Hooks
 from headrace.messages import Done, End, Reason
 from headrace.sources.files import ModelFiles
 from headrace.text.parts import Arguments, Call, Parser, Part, Reasoning, Text, ToolCall, said
 from headrace.text.tokenizer import load_tokenizer
 
 FAKE = load_tokenizer(ModelFiles("fake", "fake", Path()))
-SERVICE = cast(Service, SimpleNamespace(tokenizer=FAKE, eos_ids=[256, 258]))
+SERVICE = cast(Service, SimpleNamespace(tokenizer=FAKE, eos_ids=[256, 258], hooks=Hooks()))
 
 
 class Wire:

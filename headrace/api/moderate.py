@@ -1,0 +1,75 @@
+"""What goes into the model, shown to the moderation hooks before anything is computed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.api.schemas import Chat
+from headrace.api.service import Service
+from headrace.errors import ContentBlocked, HookUnavailable
+
+HEADER = "x-headrace-moderation"
+MAX_LABELS, MAX_LABEL_CHARS = 16, 64
+
+
+async def moderated(service: Service, texts: Sequence[str]) -> dict[str, float]:
+    """Labels of the annotating hooks. Raises ContentBlocked, HookUnavailable."""
+    labels: dict[str, float] = {}
+    shown = [text for text in texts if text]
+    for hook in service.hooks.moderation:
+        try:
+            verdict = await hook.judge(shown)
+        except HookUnavailable:
+            service.metrics.count_hook("moderation", "unavailable")
+            raise
+        service.metrics.count_hook("moderation", verdict.action)
+        if verdict.action == "block":
+            raise ContentBlocked(verdict.reason or "the request was refused by moderation")
+        if verdict.action == "annotate":
+            labels |= verdict.labels
+    return labels
+
+
+def texts_of(request: Chat) -> list[str]:
+    """All that a client may bring into the prompt of a chat."""
+    texts: list[str] = []
+    for message in request.messages:
+        if isinstance(message.content, str):
+            texts.append(message.content)
+        else:
+            texts += _strings(message.content, skip="type")
+        texts += _strings([message.name, message.reasoning_content])
+        for call in message.tool_calls or ():
+            texts += _strings(call.get("function"))
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        texts += _strings(msgspec.to_builtins(getattr(request, name, None)))
+    return texts
+
+
+def _strings(value: Any, skip: str = "") -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, member in value.items():
+            if name != skip:
+                yield from _strings(member, skip)
+    elif isinstance(value, list):
+        for member in value:
+            yield from _strings(member, skip)
+
+
+def labelled(labels: Mapping[str, float]) -> dict[str, str]:
+    """The header that names the labels of a prompt that went on."""
+    if not labels:
+        return {}
+    shown = list(labels.items())[:MAX_LABELS]
+    return {HEADER: ", ".join(f"{_plain(name)}={score:.4g}" for name, score in shown)}
+
+
+def _plain(name: str) -> str:
+    """A label as a header may hold it."""
+    short = name[:MAX_LABEL_CHARS]
+    return "".join(c if c.isascii() and c.isprintable() and c not in ",=" else "_" for c in short)

@@ -1,0 +1,1 @@
+"""What an operator may put before and after the model: docs/hooks.md."""

@@ -1,0 +1,157 @@
+"""Hooks in a running server: before the model, on its words, and on whole answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.serve_process import ServeProcess
+from tests.e2e.serving import Server, events
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("hooks")
+    (folder / "prompts").write_text("bomb\nwar => violence\n")
+    (folder / "answers").write_text("secret\nold name => NEW\nhalt now => !stop\n")
+    words = (f"moderation=words:{folder / 'prompts'}", f"filter=words:{folder / 'answers'}")
+    with Server(fake_step_ms=1.0, hook=(*words, "check=json")) as running:
+        yield running
+        running.wait_idle()
+
+
+def forced(text: str, **more: Any) -> dict[str, Any]:
+    """A chat whose answer is `text`."""
+    asked = {"choice": [text, text + "?"]}
+    messages = [{"role": "user", "content": "say it"}]
+    return {
+        "messages": messages, "structured_outputs": asked, "temperature": 0, "max_tokens": 200,
+        "logit_bias": {str(ord("?")): -100}, **more,
+    }  # fmt: skip
+
+
+def both(server: Server, body: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """Content and finish_reason, which must not depend on streaming, and the streamed pieces."""
+    status, whole = server.post(CHAT, body)
+    assert status == 200, whole
+    *chunks, done = events(server.request("POST", CHAT, {**body, "stream": True})[2])
+    assert done == "[DONE]"
+    pieces, finish = [], None
+    for chunk in chunks:
+        pieces.append(chunk["choices"][0]["delta"].get("content", ""))
+        finish = chunk["choices"][0]["finish_reason"] or finish
+    (choice,) = whole["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("".join(pieces), finish)
+    return "".join(pieces), choice["finish_reason"], [piece for piece in pieces if piece]
+
+
+def test_words_are_replaced_however_tokens_cut_them(server: Server) -> None:
+    text, finish, pieces = both(server, forced("the secret of Old Name, secretly, old nam"))
+    assert (text, finish) == ("the *** of NEW, secretly, old nam", "stop")
+    assert len(pieces) > 1, "what can no longer change is sent at once"
+
+
+def test_a_filter_ends_an_answer_and_the_engine_with_it(server: Server) -> None:
+    body = forced("good until halt now and then " + "much more " * 12)
+    text, finish, _ = both(server, body)
+    assert (text, finish) == ("good until ", "content_filter")
+    _, answer = server.post(CHAT, body)
+    assert answer["usage"]["completion_tokens"] < 30
+    _, answer = server.post(CHAT, {**body, "stop": ["halt"]})
+    assert answer["choices"][0]["finish_reason"] == "stop", "a stop string comes first"
+    server.wait_idle()
+
+
+def test_tokens_would_show_what_is_hidden(server: Server) -> None:
+    for path, body, param in (
+        (CHAT, {**forced("x"), "logprobs": True}, "logprobs"),
+        (CHAT, {**forced("x"), "return_token_ids": True}, "return_token_ids"),
+        (TEXT, {"prompt": "x", "logprobs": 1}, "logprobs"),
+    ):
+        status, answer = server.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+def prompts(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The ways of bringing a text into a prompt."""
+    said = {"role": "user", "content": "hello"}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'["{text}"]'}}
+    yield TEXT, {"prompt": text}
+    yield TEXT, {"prompt": ["hello", text], "stream": True}
+    yield TEXT, {"prompt": list(text.encode())}
+    yield CHAT, {"messages": [{"role": "system", "content": text}, said]}
+    yield CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}
+    yield CHAT, {"messages": [said, {"role": "assistant", "content": text}, said], "stream": True}
+    turns = [said, {"role": "assistant", "tool_calls": [call]}]
+    yield CHAT, {"messages": [*turns, {"role": "tool", "content": "x", "tool_call_id": "1"}]}
+    yield CHAT, {"messages": [said], "chat_template_kwargs": {"note": text}}
+    yield "/v1/messages", {"messages": [said], "system": text}
+
+
+def test_a_prompt_is_judged_before_anything_is_computed(server: Server) -> None:
+    server.wait_idle()
+    started = server.metric("headrace_requests_started_total")
+    for path, body in prompts("a bomb."):
+        status, answer = server.post(path, {"model": "fake", "max_tokens": 1, **body})
+        assert status == 400, (path, body)
+        assert answer["error"].get("code", "content_filter") == "content_filter"
+        assert "bomb" not in answer["error"]["message"]
+    server.wait_idle()
+    assert server.metric("headrace_requests_started_total") == started
+    blocked = {"kind": "moderation", "outcome": "block"}
+    assert server.metric("headrace_hooks_total", **blocked) == len(list(prompts("")))
+
+
+def test_a_prompt_may_be_annotated(server: Server) -> None:
+    for path, body in prompts("at war."):
+        asked = {"model": "fake", "max_tokens": 1, **body}
+        status, headers, raw = server.request("POST", path, asked)
+        assert (status, headers.get("x-headrace-moderation")) == (200, "violence=1"), raw
+    _, headers, _ = server.request("POST", TEXT, {"prompt": "peace", "max_tokens": 1})
+    assert "x-headrace-moderation" not in headers
+
+
+SCHEMA = {
+    "type": "object", "required": ["words"], "additionalProperties": False,
+    "properties": {"words": {"type": "array", "items": {"const": "again"}, "minItems": 40}},
+}  # fmt: skip
+
+
+def test_cut_json_is_mended_and_comes_in_one_piece(server: Server) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 60}
+    body = {**asked, "structured_outputs": {"json": SCHEMA}}
+    text, finish, pieces = both(server, body)
+    assert set(json.loads(text)) == {"words"}
+    assert (finish, len(pieces)) == ("length", 1)
+    whole, finish, _ = both(server, {**body, "max_tokens": 2000})
+    assert (json.loads(whole)["words"][:40], finish) == (["again"] * 40, "stop")
+
+
+def test_an_answer_that_cannot_be_mended_is_an_error(server: Server) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 3}
+    body = {**asked, "structured_outputs": {"json": {"const": "never whole"}}}
+    status, answer = server.post(CHAT, body)
+    assert (status, answer["error"]["code"]) == (500, "unfit_answer")
+    status, _, raw = server.request("POST", CHAT, {**body, "stream": True})
+    assert json.loads(raw.decode().removeprefix("data: "))["error"]["code"] == "unfit_answer"
+    server.wait_idle()
+
+
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "shout.py").write_text(code)
+    path = ":".join([str(tmp_path), *filter(None, sys.path)])
+    args = ("--backend", "fake", "--api-workers", "1", "--hook", "filter=shout.Shout:!")
+    with ServeProcess(*args, PYTHONPATH=path) as server:
+        status, answer = server.post(CHAT, forced("it works. really."))
+        assert status == 200, answer
+        assert answer["choices"][0]["message"]["content"] == "IT WORKS! REALLY!"
