@@ -12,7 +12,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from headrace.api import chat, completions, health, messages, models, relay, responses, tokenize
+from headrace.api import (
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    openapi,
+    relay,
+    responses,
+    tokenize,
+)
 from headrace.api.edge import Edge
 from headrace.api.errors import handle
 from headrace.api.exchange import Exchanges
@@ -43,6 +53,7 @@ ROUTES = (
     Route("/ready", health.ready),
     Route("/metrics", health.metrics),
     Route("/version", health.version),
+    Route("/openapi.json", openapi.openapi),
 )
 
 
