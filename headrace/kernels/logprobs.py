@@ -167,8 +167,7 @@ class LogprobScratch:
         room: int = _ROOM,
     ) -> LogprobScratch:
         """chunk, group: powers of two."""
-        chunks = triton.cdiv(vocab, chunk)
-        assert chunk >= group, f"a chunk of {chunk} does not hold a group of {group}"
+        chunks, group = triton.cdiv(vocab, chunk), min(group, chunk)
         assert room >= _HELD, f"{_HELD} candidates are sorted, there is room for {room}"
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:

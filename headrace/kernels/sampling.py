@@ -100,7 +100,7 @@ class Scratch:
         """Sizes are powers of two. 0.18 MB a draw, most of it candidates."""
         assert FEW <= held <= few_room, f"{FEW} tokens can stay, {held} are held of {few_room}"
         assert vocab < 2**22, "2^22 weights of 2^40 are what an int64 holds"
-        chunks = triton.cdiv(vocab, chunk)
+        chunks, group = triton.cdiv(vocab, chunk), min(group, chunk)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
