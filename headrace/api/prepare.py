@@ -32,6 +32,7 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.text.trace import Span, prompt_spans
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
+INLINE_S = 0.02  # a template that took longer is rendered in a thread
 INLINE_BYTES = 2048  # longer bodies are rendered and tokenised in a thread
 T = TypeVar("T")
 
@@ -97,7 +98,9 @@ async def prepare_chat(
         text = chat_text(service, request, tools.shown if tools is not None else [])
         return text, service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
 
-    text, ids = await _timed(service, body_bytes, render)
+    # Its own time limit is for one; who waits for the event loop are many.
+    quick = service.template.slowest_s < INLINE_S and not request.chat_template_kwargs
+    text, ids = await _timed(service, body_bytes if quick else INLINE_BYTES + 1, render)
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
     grammar = await checked_chat_grammar(service, request, tools, text)

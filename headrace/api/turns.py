@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.api.schemas import Chat, Message, Tokenize
 from headrace.api.service import Service
 from headrace.api.tools import toolbox
 from headrace.errors import InvalidRequest
-from headrace.text import conversation
+from headrace.text.conversation import Asked
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
-def chat_text(
-    service: Service, request: Chat | Tokenize, tools: Sequence[Mapping[str, Any]]
-) -> str:
+def chat_text(service: Service, request: Chat | Tokenize, tools: Sequence[dict[str, Any]]) -> str:
     """The prompt of a conversation; it holds the template's own BOS. tools: those that are shown.
 
     Raises InvalidRequest.
@@ -40,25 +38,15 @@ def chat_text(
             raise InvalidRequest(
                 f"chat_template_kwargs may not hold {reserved!r}", param="chat_template_kwargs"
             )
-    documents = request.documents or []
-    facts, native = service.template.facts, service.dialect.native
-    if not native:
-        turns = conversation.without_calls(turns)
-        turns = conversation.with_tools(turns, tools) if tools else turns
-    if documents and not facts.takes_documents:
-        turns = conversation.with_documents(turns, documents)
-    if not facts.shows_system:
-        turns = conversation.without_system(turns)
-    if facts.wants_parts:
-        turns = conversation.in_parts(turns)
-    return service.template.render(
-        turns,
-        tools=tools if native else None,
-        documents=documents if facts.takes_documents else None,
+    conversation = Asked(
+        turns=turns,
+        tools=list(tools),
+        documents=request.documents or [],
         add_generation_prompt=not resume if asked is None else asked,
         continue_final_message=resume,
-        **kwargs,
+        kwargs=kwargs,
     )
+    return service.template.prompt(conversation, service.dialect.native)
 
 
 def chat_ids(service: Service, request: Chat | Tokenize) -> list[int]:

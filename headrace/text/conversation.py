@@ -11,7 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.errors import InvalidRequest
+from headrace.text.template_facts import TemplateFacts
 
 TOOLS = """\
 You may call functions to help with what the user asks. These are the functions:
@@ -29,6 +32,33 @@ Documents that the user gives:
 </documents>"""
 
 Turn = dict[str, Any]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A conversation, and what a template is to make of it."""
+
+    turns: list[Turn]
+    tools: list[dict[str, Any]] = []  # those that are shown
+    documents: list[dict[str, Any]] = []
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    kwargs: dict[str, Any] = {}
+
+
+def fitted(asked: Asked, facts: TemplateFacts, native: bool) -> list[Turn]:
+    """The turns as a template with these facts can show them; native: it shows tools and calls.
+
+    Raises InvalidRequest.
+    """
+    turns = asked.turns
+    if not native:
+        turns = without_calls(turns)
+        turns = with_tools(turns, asked.tools) if asked.tools else turns
+    if asked.documents and not facts.takes_documents:
+        turns = with_documents(turns, asked.documents)
+    if not facts.shows_system:
+        turns = without_system(turns)
+    return in_parts(turns) if facts.wants_parts else turns
 
 
 def with_system(turns: Sequence[Turn], text: str) -> list[Turn]:

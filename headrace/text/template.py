@@ -1,13 +1,15 @@
 """Chat messages to one prompt, by the model's own Jinja template.
 
 The template comes with the model, so it runs in Jinja's immutable sandbox: no Python internals, no
-change of its inputs. The environment is the one that templates are written for: transformers'.
+change of its inputs, with limits on its time and its output (`template_guard`). The environment is
+the one that templates are written for: transformers'.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -16,11 +18,13 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.errors import InvalidRequest, ModelError
 from headrace.sources.card import ModelCard
+from headrace.text import conversation
+from headrace.text.conversation import Asked
 from headrace.text.template_facts import TemplateFacts, find_facts
+from headrace.text.template_guard import GuardedEnvironment
 
 _MAX_REASON = 300  # characters of a template's complaint that a client is shown
 
@@ -46,8 +50,9 @@ class ChatTemplate:
         self._variables = dict(card.special_tokens)
         self._template: jinja2.Template | None = None
         self.facts = TemplateFacts()
+        self.slowest_s = 0.0  # of all renders so far
+        self._environment = environment = _environment()
         if card.chat_template is not None:
-            environment = _environment()
             try:
                 self._template = environment.from_string(card.chat_template)
                 names = meta.find_undeclared_variables(environment.parse(card.chat_template))
@@ -57,6 +62,22 @@ class ChatTemplate:
                     f"{error.message}"
                 ) from None
             self.facts = find_facts(card.chat_template, frozenset(names), self._probe)
+
+    def prompt(self, asked: Asked, native: bool | None = None) -> str:
+        """As `render`, with what the template lacks said in words: see `conversation`.
+
+        native: whether the template shows tools and calls; None: as it looks.
+        """
+        facts = self.facts
+        native = facts.takes_tools if native is None else native
+        return self.render(
+            conversation.fitted(asked, facts, native),
+            tools=asked.tools if native else None,
+            documents=asked.documents if facts.takes_documents else None,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            **asked.kwargs,
+        )
 
     def render(
         self,
@@ -142,14 +163,17 @@ class ChatTemplate:
 
     def _run(self, variables: dict[str, Any]) -> str:
         assert self._template is not None, "render checked it"
+        begun_s = time.monotonic()
         try:
-            return self._template.render(variables)
+            return self._environment.render_within(self._template, variables)
         except _Refused as error:
             reason = str(error)
         except jinja2.TemplateError as error:
             reason = error.message or type(error).__name__
         except Exception as error:  # whatever the expressions of a stranger's template raise
             reason = f"{type(error).__name__}: {error}"
+        finally:
+            self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
         reason = " ".join(reason.split())[:_MAX_REASON]
         raise InvalidRequest(
             f"the model's chat template cannot render these messages: {reason}", param="messages"
@@ -181,13 +205,14 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> GuardedEnvironment:
+    environment = GuardedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.seal()
     del environment.globals["lipsum"]  # prints text of any length; no chat template wants it
     return environment
 
