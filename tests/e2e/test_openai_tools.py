@@ -143,7 +143,7 @@ def test_an_automatic_answer_is_what_the_model_likes(client: OpenAI, model: str)
             checked(choice.message.tool_calls)
         calls, finish = streamed(client, model, **fields)
         assert finish == choice.finish_reason
-        functions = [call.function for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+        functions = [call.function for call in choice.message.tool_calls or []]
         assert calls == [(one.name, one.arguments) for one in functions]
 
 
