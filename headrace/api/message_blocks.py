@@ -127,7 +127,7 @@ def chat_fields(body: Countable) -> dict[str, Any]:
     choice, config = body.tool_choice, body.output_config or OutputConfig()
     form = config.format and {
         "type": "json_schema",
-        "json_schema": {"name": "output", "schema": config.format.schema, "strict": True},
+        "json_schema": {"name": "output", "schema": config.format.schema},
     }
     kwargs = dict(body.chat_template_kwargs or {})
     if body.thinking is not None:

@@ -177,7 +177,7 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
 
 ACCEPTED = frozenset({
     "metadata", "service_tier", "store", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
     # Tokens carry their own spaces, as in all tokenizers of this kind: neither value adds any.
     "spaces_between_special_tokens",
 })  # fmt: skip
@@ -196,6 +196,7 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "chat_template": (None,),
     "prompt_embeds": (None,),
+    "moderation": (None,),
 }
 
 # Fields of chat that completions cannot honour.

@@ -10,17 +10,16 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
+from tests.e2e.conftest import CONTEXT_TOKENS
 from tests.e2e.serving import Server
 
 PATH = "/v1/messages"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(fake_step_ms=0.2, max_model_len=1024, max_body_bytes=100_000) as running:
-        yield running
-        running.wait_idle()
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    return shared_server
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def test_stop_reasons(client: Anthropic) -> None:
         full.usage.input_tokens
         + (full.usage.cache_read_input_tokens or 0)
         + (full.usage.output_tokens)
-        == 1024
+        == CONTEXT_TOKENS
     )
 
 
@@ -153,9 +152,9 @@ def test_refusals_have_their_shape(server: Server, fields: Any, named: str) -> N
 def test_errors_are_the_clients_own_classes(client: Anthropic, server: Server) -> None:
     with pytest.raises(anthropic.NotFoundError, match="other"):
         client.messages.create(model="other", max_tokens=5, messages=HI)
-    with pytest.raises(anthropic.BadRequestError, match="1024"):  # B044, B045
+    with pytest.raises(anthropic.BadRequestError, match=str(CONTEXT_TOKENS)):  # B044, B045
         client.messages.create(
-            model="fake", max_tokens=5, messages=[{"role": "user", "content": "x" * 3000}]
+            model="fake", max_tokens=5, messages=[{"role": "user", "content": "x" * 5000}]
         )
     with pytest.raises(anthropic.RequestTooLargeError) as large:
         client.messages.create(

@@ -16,11 +16,9 @@ PATH = "/v1/responses"
 SEED: dict[str, Any] = {"seed": 4}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(workers=2, fake_step_ms=0.2, max_model_len=1024) as running:
-        yield running
-        running.wait_idle()
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    return shared_server
 
 
 @pytest.fixture
@@ -189,7 +187,7 @@ def test_items_render_as_chat_does(server: Server) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
-        ({"input": "x" * 3000}, "input"),
+        ({"input": "x" * 5000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "input"),
         ({"temperature": 3}, "temperature"),

@@ -1,0 +1,25 @@
+"""A server that several files of tests share: a start costs seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.serving import Server
+
+CONTEXT_TOKENS = 2048
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Server]:
+    """The fake model behind two HTTP processes. Tests change nothing that others would see."""
+    with Server(
+        workers=2,
+        fake_step_ms=0.2,
+        max_model_len=CONTEXT_TOKENS,
+        max_body_bytes=100_000,
+        scheduling_policy="priority",
+    ) as running:
+        yield running
+        running.wait_idle()
