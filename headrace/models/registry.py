@@ -6,6 +6,7 @@ tensor goes) and `build(spec, dtype)`. It imports torch in `build` alone: specs 
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -27,14 +28,25 @@ if TYPE_CHECKING:
 class Family(msgspec.Struct, frozen=True):
     """`module` is imported when a model of the family is read.
 
-    Names of its Hugging Face tensors that begin with the first of a pair in `renamed` begin with
-    the second instead, the first pair that fits; those that then begin with one of `unused` are
-    not read.
+    Checkpoints of one family do not all name their tensors alike: names in a Hugging Face folder
+    that begin with the first of a pair in `renamed` are taken to begin with the second, for the
+    first pair that fits. Those that then match a pattern in `unused` are not read.
     """
 
     module: str
     renamed: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+
+    def name_of(self, stored: str) -> str:
+        """The name that slots have for a tensor of a Hugging Face folder."""
+        for old, new in self.renamed:
+            if stored.startswith(old):
+                return new + stored.removeprefix(old)
+        return stored
+
+    def reads(self, name: str) -> bool:
+        """Whether a tensor of that name is part of what is computed."""
+        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unused)
 
 
 class ModelModule(Protocol):
@@ -53,14 +65,47 @@ class ModelModule(Protocol):
         """The model with unset parameters."""
 
 
+_GEMMA = Family("headrace.models.gemma")
+_GPT2 = Family(
+    "headrace.models.gpt2",
+    renamed=(("transformer.", ""),),
+    unused=("h.*.attn.bias", "h.*.attn.masked_bias"),  # causal masks of older exporters
+)
 _LLAMA = Family("headrace.models.llama")
+_MPT = Family("headrace.models.mpt", renamed=(("transformer.", ""),))
 _QWEN2 = Family("headrace.models.qwen2")
+_QWEN3 = Family("headrace.models.qwen3")
+_TEXT_OF_GEMMA3 = Family(
+    "headrace.models.gemma",
+    renamed=(
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ),
+    unused=("vision_tower.*", "multi_modal_projector.*"),
+)
 _FAMILIES = {
+    "GPT2LMHeadModel": _GPT2,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": _TEXT_OF_GEMMA3,
+    "GemmaForCausalLM": _GEMMA,
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
-    "llama": _LLAMA,  # GGUF
+    "MptForCausalLM": _MPT,
     "Qwen2ForCausalLM": _QWEN2,
-    "qwen2": _QWEN2,  # GGUF
+    "Qwen3ForCausalLM": _QWEN3,
+    # GGUF
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mpt": _MPT,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
 }
 
 

@@ -83,8 +83,7 @@ def load(
     Matrices that no kernel reads stay tensors. `quantization`: none, or a key of RECIPES for a
     checkpoint of plain floats. Raises as `weights.load` does.
     """
-    by_name = weights.names_of(slots, checkpoint)
-    weights.check(by_name, checkpoint, tied=model.head is None)
+    by_name = weights.checked(model, slots, checkpoint)
     parameters = dict(model.named_parameters())
     found: dict[str, dict[int, PackedMatrix]] = {}
     todo: list[_Chunk] = []

@@ -23,6 +23,7 @@ class Rows:
         self.last = np.zeros(max_rows, np.int64)
         self.columns = Columns.empty(max_rows)
         self.reports = [-1] * max_rows  # Sampling.logprobs of each row
+        self.prompts = [0] * max_rows  # tokens of each row's prompt
         self._taken = [False] * max_rows
         self._shapers: dict[int, Shaper] = {}
         self._choosy: set[int] = set()  # rows that ask for more than their largest logit
@@ -42,6 +43,7 @@ class Rows:
         self._taken[join.row] = True
         self._put(join.row, 0, join.tables[0])
         self.columns.set(join.row, join.sampling, join.choice)
+        self.prompts[join.row] = join.prompt_tokens
         self.reports[join.row] = join.sampling.logprobs
         if (shaper := Shaper.of(join)) is not None:
             self._shapers[join.row] = shaper

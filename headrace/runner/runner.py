@@ -144,6 +144,7 @@ class TorchRunner:
             plan.unwritten,
             sources_of(plan),
             whole=bool(plan.prompts or plan.pools),
+            prompts=[self._rows.prompts[row] for row in plan.rows],
         )
         return self._forward.logits(batch)
 

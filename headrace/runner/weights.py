@@ -13,6 +13,7 @@ import torch
 from headrace.backends.cpu.device import cores
 from headrace.errors import ModelError
 from headrace.models.layers import Decoder
+from headrace.models.registry import family_of
 from headrace.models.slots import Slot
 from headrace.runner.checkpoint import Checkpoint
 from headrace.runner.pieces import pieces
@@ -37,8 +38,7 @@ def load(
 
     Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
     """
-    by_name = names_of(slots, checkpoint)
-    check(by_name, checkpoint, tied=model.head is None)
+    by_name = checked(model, slots, checkpoint)
     parameters = dict(model.named_parameters())
     todo = [
         piece
@@ -62,34 +62,35 @@ def load(
         advance(target.numel() * target.element_size())
 
 
-def names_of(slots: list[Slot], checkpoint: Checkpoint) -> dict[str, Slot]:
-    """The slots by the names that this kind of checkpoint has for them."""
-    named = ((slot.gguf if checkpoint.gguf else slot.hf, slot) for slot in slots)
-    return {name: slot for name, slot in named if name}
+def checked(model: Decoder, slots: list[Slot], checkpoint: Checkpoint) -> dict[str, Slot]:
+    """The slots by the names that the checkpoint has for their tensors.
 
-
-def check(by_name: dict[str, Slot], checkpoint: Checkpoint, *, tied: bool) -> None:
-    """Raises ModelError naming tensors that are missing, unexpected or of the wrong shape."""
-    ignored = _OUTPUT_LAYER if tied else ()
-    missing = by_name.keys() - checkpoint.tensors.keys()
+    Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
+    """
+    gguf, family = checkpoint.gguf, family_of(model.spec.architecture)
+    stored = {name if gguf else family.name_of(name): name for name in checkpoint.tensors}
+    wanted = {slot.gguf if gguf else slot.hf: slot for slot in slots}
+    wanted.pop("", None)  # what this kind of checkpoint does not have
+    ignored = _OUTPUT_LAYER if model.head is None else ()
     unexpected = {
-        name
-        for name in checkpoint.tensors.keys() - by_name.keys()
-        if not name.endswith(_IGNORED_SUFFIXES) and name not in ignored
+        stored[name]
+        for name in stored.keys() - wanted.keys()
+        if family.reads(name) and not name.endswith(_IGNORED_SUFFIXES) and name not in ignored
     }
+    missing = wanted.keys() - stored.keys()
     problems = [
         f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}"
         + (", ..." if len(names) > _SHOWN else "")
         for what, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
-    for name in sorted(by_name.keys() - missing):
-        stored = checkpoint.tensors[name].shape
-        wanted = by_name[name].stored_shape(gguf=checkpoint.gguf)
-        if stored != wanted:
-            problems.append(f"{name} has shape {list(stored)}, the config asks {list(wanted)}")
+    for name in sorted(wanted.keys() - missing):
+        found, shape = checkpoint.tensors[stored[name]].shape, wanted[name].stored_shape(gguf=gguf)
+        if found != shape:
+            problems.append(f"{name} has shape {list(found)}, the config asks {list(shape)}")
     if problems:
         raise ModelError("the checkpoint does not fit its config: " + "; ".join(problems[:_SHOWN]))
+    return {stored[name]: slot for name, slot in wanted.items()}
 
 
 def fill_dummy(model: Decoder, slots: list[Slot]) -> None:

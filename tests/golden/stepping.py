@@ -87,7 +87,8 @@ def _add(
     end = job.computed + count
     fresh = [free.pop() for _ in range(-(-end // size) - len(job.table))]
     if job.computed == 0:
-        columns["joins"].append(Join(row, job.sampling, 0, [fresh]))
+        join = Join(row, job.sampling, 0, [fresh], prompt_tokens=len(job.prompt))
+        columns["joins"].append(join)
     elif fresh:
         columns["grows"].append(Grow(row, 0, len(job.table), fresh))
     job.table += fresh

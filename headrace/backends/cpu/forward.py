@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.attention import Scratch, StepAttention
 from headrace.backends.cpu.kv_store import KvStore
-from headrace.backends.cpu.ops import TorchOps, Wanted
+from headrace.backends.cpu.ops import TorchOps, Turns, Wanted
 from headrace.models.layers import Decoder
 
 AGAIN_BYTES = 32 * 2**20  # of logits that `again` makes at once
@@ -40,6 +40,7 @@ class Batch(msgspec.Struct, frozen=True):
     unwritten: list[int]
     chosen: list[int]
     whole: bool = False
+    prompts: Sequence[int] = ()
 
     def last_tokens(self) -> list[int]:
         """The token of each row in `chosen`."""
@@ -95,6 +96,8 @@ class TorchForward:
 
     def __init__(self, model: Decoder, store: KvStore) -> None:
         self._model, self._store = model, store
+        ropes = (model.spec.rope, model.spec.local_rope)
+        self._by_length = any(rope is not None and rope.by_length for rope in ropes)
         self._scratch = Scratch(store.head_dim, model.dtype)
         self._last: tuple[Tensor, TorchOps] | None = None  # of the last batch, for `again`
 
@@ -108,10 +111,7 @@ class TorchForward:
             batch.counts,
             batch.unwritten,
         )
-        turns = {
-            name: rotary(step.positions, self._model.dtype)
-            for name, rotary in self._model.rotaries.items()
-        }
+        turns = self._turns(batch, step.positions)
         tokens = batch.last_tokens()
         wanted = None
         self._last = None
@@ -124,6 +124,15 @@ class TorchForward:
         if wanted is None:
             hidden = hidden[tokens]
         return self._model.logits(hidden, ops) if tokens else None
+
+    def _turns(self, batch: Batch, positions: Tensor) -> Turns:
+        """cos and sin of every rotary embedding, at each token of the batch."""
+        rotaries, lengths = self._model.rotaries.items(), None
+        if self._by_length:
+            counts = torch.tensor(batch.counts)
+            ends = torch.tensor(batch.prompts or batch.starts) + (0 if batch.prompts else counts)
+            lengths = torch.maximum(ends.repeat_interleave(counts), positions + 1)
+        return {name: rotary(positions, self._model.dtype, lengths) for name, rotary in rotaries}
 
     def _alone(self, batch: Batch) -> StepAttention:
         """The last token of each chosen row as a row of its own, whose K and V are written."""

@@ -50,7 +50,9 @@ class TorchOps:
         if embedding.scale != 1.0:
             x = x * torch.tensor(embedding.scale, dtype=x.dtype)
         if positions is not None:
-            x = x + F.embedding(self._step.positions, positions.weight)
+            # A step that ran past the last token of a sequence is dropped; it must only not fail.
+            known = self._step.positions.clamp(max=positions.weight.shape[0] - 1)
+            x = x + F.embedding(known, positions.weight)
         return x
 
     def qkv(self, attention: Attention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:

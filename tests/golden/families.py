@@ -1,0 +1,137 @@
+"""Tiny random checkpoints of every family, made and saved by transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from headrace.sources.files import ModelFiles
+
+VOCAB = 131
+WINDOW, ORIGINAL = 16, 32
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5, "initializer_range": 0.12, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None, "attn_implementation": "eager",
+}  # fmt: skip
+_SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+_PAIRS = 4  # of a head of 8
+_KINDS: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", **_SCALED, "beta_fast": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        **_SCALED,
+        "short_factor": [1.0 + i / 8 for i in range(_PAIRS)],
+        "long_factor": [1.5 + i for i in range(_PAIRS)],
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 24, "tie_word_embeddings": True, "sliding_window": WINDOW,
+}  # fmt: skip
+
+
+class Tiny(NamedTuple):
+    """A config class and model class of transformers, and what differs from the usual shape.
+
+    window, original: of the lengths that a family is tried at; 0 = it has none.
+    """
+
+    kind: str
+    changes: dict[str, Any]
+    window: int = 0
+    original: int = 0
+
+
+def _scaled(kind: str) -> Tiny:
+    changes: dict[str, Any] = {"rope_parameters": _KINDS[kind]}
+    if kind == "dynamic":
+        changes["max_position_embeddings"] = ORIGINAL
+    return Tiny("Llama", changes, original=ORIGINAL)
+
+
+FAMILIES: dict[str, Tiny] = {
+    "llama-biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": _scaled("yarn"),
+    "llama-longrope": _scaled("longrope"),
+    "llama-dynamic": _scaled("dynamic"),
+    "mistral": Tiny("Mistral", {"sliding_window": WINDOW}, WINDOW),
+    "qwen2": Tiny(
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        WINDOW,
+    ),
+    "qwen3": Tiny("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "gemma": Tiny("Gemma", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": Tiny(
+        "Gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        WINDOW,
+    ),
+    "gemma3": Tiny(
+        "Gemma3Text",
+        {
+            **_GEMMA,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 8.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        WINDOW,
+        ORIGINAL,
+    ),
+    "gpt2": Tiny(
+        "GPT2",
+        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128, "n_inner": 80}
+        | {"scale_attn_by_inverse_layer_idx": True},
+    ),
+    "mpt": Tiny(
+        "Mpt",
+        {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128}
+        | {"attn_config": {"clip_qkv": 1.5}},
+    ),
+}
+_OWN_NAMES = ("GPT2", "Mpt")  # their configs have no Llama-like names
+_MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+
+
+def save(name: str, folder: Path) -> tuple[Any, ModelFiles]:
+    """A random model of FAMILIES, in eval mode, and its files under `folder`."""
+    torch.manual_seed(sum(name.encode()))
+    tiny = FAMILIES[name]
+    shape = _SHAPE
+    if tiny.kind in _OWN_NAMES:
+        kept = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
+        shape = {key: _SHAPE[key] for key in (*kept, "attn_implementation")}
+        if tiny.kind == "Mpt":
+            shape = {key: value for key, value in shape.items() if "attn" not in key}
+    config = getattr(transformers, f"{tiny.kind}Config")(**(shape | tiny.changes))
+    make: Callable[[Any], Any] = getattr(
+        transformers, _MODELS.get(tiny.kind, f"{tiny.kind}ForCausalLM")
+    )
+    model = make(config).eval()
+    for parameter in model.parameters():  # norms start at 1 and biases at 0: nothing to see
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    return model, ModelFiles(name, "hf", folder)
+
+
+def lengths(tiny: Tiny) -> list[int]:
+    """Prompt lengths at which a family may go wrong."""
+    found = {5, 33, 64}
+    if tiny.window:
+        found |= {tiny.window - 1, tiny.window, tiny.window + 1, 3 * tiny.window}
+    if tiny.original:
+        found |= {tiny.original // 2, tiny.original, 2 * tiny.original}
+    return sorted(found)

@@ -1,0 +1,170 @@
+"""Every family against transformers: logits at every position, whole, in chunks, after a cached
+prefix and among others; greedy tokens; bfloat16."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.backends.cpu.forward import Batch, TorchForward
+from headrace.backends.cpu.kv_store import KvStore
+from headrace.engine.protocol import Capacity
+from headrace.models.spec import read_spec
+from headrace.runner.build import load_model
+from headrace.runner.checkpoint import open_checkpoint
+from headrace.runner.runner import TorchRunner
+from headrace.runner.worker import InlineWorker
+from headrace.sources.files import ModelFiles
+from tests.golden.families import FAMILIES, VOCAB, lengths, save
+from tests.golden.reference import NEAR_TIE, agree, greedy
+from tests.golden.stepping import Job, generate
+
+BLOCK = 8
+WIDTH = 20  # blocks of a table
+WHOLE = 1 << 30
+GREEDY_TOKENS = 64
+
+
+class Family(NamedTuple):
+    """A model of transformers, ours, and what the first says of some prompts."""
+
+    theirs: Any
+    files: ModelFiles
+    prompts: list[list[int]]
+    logits: list[Tensor]  # [tokens, vocab] of each prompt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models so small are faster so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    name: str = request.param
+    model, files = save(name, tmp_path_factory.mktemp(name))
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths(FAMILIES[name])]
+    return Family(model, files, prompts, [said(model, prompt) for prompt in prompts])
+
+
+@torch.inference_mode()
+def said(model: Any, prompt: list[int]) -> Tensor:
+    """transformers' logits [tokens, vocab], without a cache."""
+    logits: Tensor = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+    return logits
+
+
+class Ours:
+    """A loaded model and its cache; sequence i has blocks i * WIDTH and following."""
+
+    def __init__(self, files: ModelFiles, dtype: torch.dtype, sequences: int) -> None:
+        self.spec = spec = read_spec(files)
+        model = load_model(spec, open_checkpoint(files), dtype)
+        self.store = KvStore(
+            layers=spec.layers,
+            blocks=sequences * WIDTH,
+            kv_heads=spec.kv_heads,
+            block_size=BLOCK,
+            head_dim=spec.head_dim,
+            dtype=dtype,
+        )
+        self.forward = TorchForward(model, self.store)
+        self.tables = torch.arange(sequences * WIDTH).view(sequences, WIDTH)
+        self.capacity = Capacity(
+            [sequences * WIDTH], BLOCK, sequences, spec.max_positions, spec.vocab_size
+        )
+
+    @torch.inference_mode()
+    def logits(
+        self, prompts: list[list[int]], chunk: int, starts: list[int] | None = None
+    ) -> list[Tensor]:
+        """Of every position from `starts` on, all prompts side by side, `chunk` tokens a step."""
+        at = starts or [0] * len(prompts)
+        found: list[list[Tensor]] = [[] for _ in prompts]
+        while rows := [i for i, prompt in enumerate(prompts) if at[i] < len(prompt)]:
+            parts = [prompts[i][at[i] : at[i] + chunk] for i in rows]
+            counts = [len(part) for part in parts]
+            batch = Batch(
+                torch.tensor(list(chain.from_iterable(parts))),
+                self.tables,
+                rows,
+                [at[i] for i in rows],
+                counts,
+                [],
+                [],
+                whole=True,
+                prompts=[len(prompts[i]) for i in rows],
+            )
+            self.forward.logits(batch)
+            pieces = torch.split(self.forward.again(range(sum(counts))), counts)
+            for i, piece in zip(rows, pieces, strict=True):
+                found[i].append(piece.clone())
+                at[i] += piece.shape[0]
+        return [torch.cat(pieces) for pieces in found]
+
+
+@pytest.fixture(scope="module")
+def ours(family: Family) -> Iterator[Ours]:
+    made = Ours(family.files, torch.float32, len(family.prompts))
+    yield made
+    made.forward.close()
+
+
+def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest error of any logit, in parts of its prompt's largest."""
+    pairs = zip(got, wanted, strict=True)
+    return max(float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("chunk", [WHOLE, 1, 7, 16])
+def test_logits_at_every_position(family: Family, ours: Ours, chunk: int) -> None:
+    assert worst(ours.logits(family.prompts, chunk), family.logits) < 1e-4
+
+
+def test_logits_after_a_cached_prefix(family: Family, ours: Ours) -> None:
+    """Whole blocks of each prompt are there, as after another request with the same prompt."""
+    ours.logits(family.prompts, WHOLE)
+    starts = [(len(prompt) - 1) // BLOCK * BLOCK // 2 // BLOCK * BLOCK for prompt in family.prompts]
+    assert max(starts) > 2 * BLOCK
+    tails = [logits[at:] for logits, at in zip(family.logits, starts, strict=True)]
+    for chunk in (WHOLE, 5):
+        assert worst(ours.logits(family.prompts, chunk, starts.copy()), tails) < 1e-4
+
+
+def test_greedy_tokens(family: Family, ours: Ours) -> None:
+    """64 of them, after a short and a longer prompt, side by side and in chunks: each is the most
+    likely one to transformers, given those before it."""
+    prompts = [family.prompts[0], family.prompts[-1][:40]]
+    runner = TorchRunner(ours.forward, ours.store, ours.capacity, InlineWorker())
+    jobs = [Job(prompts[0], GREEDY_TOKENS), Job(prompts[1], GREEDY_TOKENS, chunk=9, arrives=3)]
+    for prompt, tokens in zip(prompts, generate(runner, jobs), strict=True):
+        if any(rope.by_length for rope in (ours.spec.rope, ours.spec.local_rope) if rope):
+            said(family.theirs, [1])  # its frequencies are those of the longest since a short one
+            compared = agree(tokens, greedy(family.theirs, prompt, GREEDY_TOKENS))
+            assert compared > GREEDY_TOKENS / 2, "the rest hid behind a near-tie"
+            continue
+        logits = said(family.theirs, prompt + tokens[:-1])[len(prompt) - 1 :]
+        taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert len(taken) == GREEDY_TOKENS
+        assert float((logits.amax(1) - taken).max()) < NEAR_TIE
+
+
+def test_bfloat16(family: Family) -> None:
+    """2 %, or what transformers' own bfloat16 is off by and half of that again."""
+    made = Ours(family.files, torch.bfloat16, len(family.prompts))
+    half = family.theirs.to(torch.bfloat16)
+    theirs = [said(half, prompt) for prompt in family.prompts]
+    family.theirs.float()
+    bound = max(2e-2, 1.5 * worst(theirs, family.logits))
+    assert worst(made.logits(family.prompts, 11), family.logits) < bound
