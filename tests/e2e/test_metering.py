@@ -99,20 +99,42 @@ def test_a_record_is_there_before_the_end_is_seen(server: Metered) -> None:
         assert 0 < record["ttft_s"] <= record["total_s"]
 
 
-def test_what_clients_gave_up_is_written_too(server: Metered) -> None:
+def leave(server: Metered, name: str, body: dict[str, Any]) -> None:
+    """A stream that its client leaves after the first event."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
-    body = {"prompt": "leave me", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    headers = HEADERS | {"x-request-id": "left", "content-type": "application/json"}
-    connection.request("POST", TEXT, json.dumps(body), headers)
+    headers = HEADERS | {"x-request-id": name, "content-type": "application/json"}
+    long = body | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+    connection.request("POST", TEXT, json.dumps(long), headers)
     response = connection.getresponse()
     assert response.readline().startswith(b"data: ")
     response.close()
     connection.close()
-    server.wait(lambda: "left" in server.records(), "the record of an abort")
-    record = server.records()["left"]
-    assert (record["status"], record["finish"]) == (499, [None])
-    assert record["cost"] > 0
-    assert record["compute_s"] > 0
+
+
+def test_b086_what_clients_gave_up_is_counted_everywhere(server: Metered) -> None:
+    """In the log, by reason, in tokens, and in every histogram of a request."""
+    names = {f"left-{number}" for number in range(5)}
+    counts = [
+        ("headrace_requests_finished_total", {"reason": "abort"}),
+        ("headrace_usage_requests_total", {"outcome": "aborted"}),
+        *((f"headrace_{what}_seconds_count", {}) for what in ("queue", "prefill", "ttft", "e2e")),
+    ]
+    metric = server_metric(server)
+    before = [metric(name, **labels) for name, labels in counts]
+    output = metric("headrace_usage_tokens_total", kind="output")
+    for name in names:
+        leave(server, name, {"prompt": name})
+    server.wait(lambda: names <= set(server.records()), "the records of aborts")
+    metric = server_metric(server)
+    assert [metric(name, **labels) for name, labels in counts] == [count + 5 for count in before]
+    records = [server.records()[name] for name in names]
+    for record in records:
+        assert (record["status"], record["finish"]) == (499, [None])
+        assert record["output_tokens"] > 0
+        assert record["cost"] > 0
+        assert record["compute_s"] > 0
+    told = sum(record["output_tokens"] for record in records)
+    assert metric("headrace_usage_tokens_total", kind="output") == output + told
 
 
 def test_refused_requests_leave_no_record(server: Metered) -> None:
@@ -131,12 +153,7 @@ def test_the_records_add_up_to_what_the_device_worked(server: Metered) -> None:
         if number % 5:
             assert server.ask(TEXT, body | {"stream": bool(number % 2)}, name)[0] == 200
             return
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
-        headers = HEADERS | {"x-request-id": name, "content-type": "application/json"}
-        long = body | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
-        connection.request("POST", TEXT, json.dumps(long), headers)
-        connection.getresponse().readline()
-        connection.close()
+        leave(server, name, body)
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, range(60)))
