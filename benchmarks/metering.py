@@ -29,7 +29,7 @@ from headrace.messages import Abort, Done, Sampling, Submit
 
 RESULTS = Path(__file__).parent / "results" / "metering.json"
 GREEDY = Sampling(temperature=0.0)
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 24
 
 
 class Bench:
@@ -71,7 +71,7 @@ class Bench:
 def crowds(bench: Bench) -> list[dict[str, float]]:
     """The same request alone and among others like it."""
     rows = []
-    for crowd in (2, 8, 32):
+    for crowd in (2, 8, 24):
         alone = bench.submit(PROMPT_TOKENS, OUTPUT_TOKENS)
         alone_busy_s = bench.run()
         handles = [bench.submit(PROMPT_TOKENS, OUTPUT_TOKENS) for _ in range(crowd)]
@@ -98,12 +98,12 @@ def beside_prompts(bench: Bench) -> dict[str, float]:
     decode = bench.submit(8, 40)
     for _ in range(4):
         bench.turn()
-    prompts = [bench.submit(1500, 1) for _ in range(4)]
+    prompts = [bench.submit(1000, 1) for _ in range(2)]
     bench.run()
     row = {
         "alone_ms_a_token": bench.dones[alone].compute_s * 1000 / 40,
         "beside_ms_a_token": bench.dones[decode].compute_s * 1000 / 40,
-        "prompt_ms_a_token": sum(bench.dones[p].compute_s for p in prompts) * 1000 / 6000,
+        "prompt_ms_a_token": sum(bench.dones[p].compute_s for p in prompts) * 1000 / 2000,
     }
     print(row, flush=True)
     return row
@@ -113,8 +113,8 @@ def mixed(bench: Bench) -> dict[str, float]:
     """All bills of a mixed run with aborts beside the time that the process computed."""
     began_s = time.process_time()
     handles = []
-    for number in range(30):
-        handles.append(bench.submit(20 + number * 37 % 300, 8 + number * 13 % 60))
+    for number in range(20):
+        handles.append(bench.submit(20 + number * 37 % 200, 8 + number * 13 % 40))
         for _ in range(3):
             bench.turn()
         if number % 5 == 4:

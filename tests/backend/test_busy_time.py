@@ -59,7 +59,7 @@ class Events:
     def _record(self) -> Any:
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         with self._runner._forward.on_stream():
             event.record()
         return event
