@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from headrace.llm import LLM as LLM
     from headrace.params import BeamParams as BeamParams
     from headrace.params import SamplingParams as SamplingParams
+    from headrace.pooled import Classification as Classification
+    from headrace.pooled import Embedding as Embedding
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,8 @@ _LAZY = {
     "LLM": "headrace.llm",
     "Completion": "headrace.completion",
     "BeamParams": "headrace.params",
+    "Classification": "headrace.pooled",
+    "Embedding": "headrace.pooled",
     "SamplingParams": "headrace.params",
     "StructuredOutputs": "headrace.grammar.asked",
 }

@@ -51,9 +51,22 @@ class Job:
     def __init__(self, submit: Submit, choices: list[Choice], params: SamplingParams) -> None:
         self.submit, self.choices, self.params = submit, choices, params
         self.said: list[Logprobs | None] = [None]  # of the prompt's tokens
+        self.vector: bytes | None = None  # what came of a submit with `pooling`
         self.done: Done | None = None  # its terminal message
         self.tokens = 0  # received so far, all choices
         self.fresh: list[str] = []  # text of choice 0 that `stream` has not handed on
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache held, once it is done."""
+        return self.done.cached_tokens if self.done is not None else 0
+
+    @property
+    def error(self) -> str:
+        """Why it failed in the engine; "" if it did not."""
+        if self.done is None or not self.done.error:
+            return ""
+        return f"{self.done.error}: {self.done.message}"
 
     def shown(self) -> list[Completion]:
         """The n choices that the caller gets; of more, those likeliest a token, best first."""

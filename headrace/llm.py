@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import msgspec
 
@@ -27,13 +27,21 @@ from headrace.draws import parse_defaults
 from headrace.errors import EngineDead, InvalidRequest, RequestFailed, by_code
 from headrace.grammar.asked import of_structured
 from headrace.grammar.check import Checker
-from headrace.messages import Abort, Done, End, Finish, Grammar, Logprobs, Submit
+from headrace.messages import Abort, Done, End, Finish, Grammar, Logprobs, Pooling, Submit
 from headrace.params import BeamParams, SamplingParams
+from headrace.pooled import Classification, Embedding, classified, embedded
 from headrace.progress import Bar
 from headrace.sources.card import read_card
 from headrace.text.choice import ChoiceText
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import load_tokenizer
+from headrace.vectors import (
+    check_dimensions,
+    check_generates,
+    check_labels,
+    check_lengths,
+    pooling_of,
+)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -192,6 +200,40 @@ class LLM:
             ]
         return made
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Literal["mean", "last"] | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        cache_salt: str = "",
+        progress: bool | None = None,
+    ) -> list[Embedding]:
+        """Each prompt as a vector: the mean of its tokens' last hidden states, or the last of them.
+
+        pooling: None = the model's own, else the mean. dimensions: the first so many, before the
+        vector is brought to length 1. Otherwise as `generate`.
+        """
+        check_dimensions(self.info, dimensions)
+        kind = pooling_of(self._card, pooling)
+        jobs = self._run_pooled(self._encode(prompts, add_end=True), kind, cache_salt, progress)
+        return [embedded(at, job, dimensions, normalize=normalize) for at, job in enumerate(jobs)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        cache_salt: str = "",
+        progress: bool | None = None,
+    ) -> list[Classification]:
+        """What the model's classification head says of each prompt; a reward model's reward is
+        `scores[0]`. Otherwise as `generate`."""
+        check_labels(self.info)
+        ids = self._encode(prompts, add_end=True)
+        jobs = self._run_pooled(ids, "scores", cache_salt, progress)
+        return [classified(at, job, self._card) for at, job in enumerate(jobs)]
+
     def close(self) -> None:
         """Free the model. The object is of no more use."""
         if not self._closed:
@@ -212,14 +254,17 @@ class LLM:
 
     # ------------------------------------------------------------ from prompts to jobs
 
-    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    def _encode(
+        self, prompts: Prompt | Sequence[Prompt], *, add_end: bool = False
+    ) -> list[list[int]]:
         if isinstance(prompts, str):
             many: Sequence[Prompt] = [prompts]
         elif prompts and all(type(item) is int for item in prompts):
             many = [cast(Sequence[int], prompts)]
         else:
             many = cast(Sequence[Prompt], prompts)
-        texts = self._tokenizer.encode_batch([item for item in many if isinstance(item, str)])
+        found = [item for item in many if isinstance(item, str)]
+        texts = self._tokenizer.encode_batch(found, add_end=add_end)
         encoded = iter(texts)
         return [next(encoded) if isinstance(x, str) else self._ids(x) for x in many]
 
@@ -248,6 +293,7 @@ class LLM:
     def _prepare(
         self, prompts: list[list[int]], params: Params, default_tokens: int | None, param: str
     ) -> list[Job]:
+        check_generates(self.info)
         each = [params] * len(prompts) if isinstance(params, SamplingParams | None) else params
         if len(each) != len(prompts):
             raise InvalidRequest(
@@ -344,12 +390,37 @@ class LLM:
     # ------------------------------------------------------------ running them
 
     def _run(self, jobs: list[Job], progress: bool | None) -> list[Completion]:
+        self._finish(jobs, progress)
+        return [completion for job in jobs for completion in job.shown()]
+
+    def _run_pooled(
+        self, prompts: list[list[int]], pooling: Pooling, cache_salt: str, progress: bool | None
+    ) -> list[Job]:
+        check_lengths(self.info, prompts, "prompts")
+        jobs = [
+            Job(
+                Submit(
+                    handle=next(self._handles),
+                    prompt=prompt,
+                    max_tokens=0,
+                    cache_salt=cache_salt,
+                    arrived_s=time.monotonic(),
+                    pooling=pooling,
+                ),
+                [],
+                SamplingParams(),
+            )
+            for prompt in prompts
+        ]
+        self._finish(jobs, progress)
+        return jobs
+
+    def _finish(self, jobs: list[Job], progress: bool | None) -> None:
         shown = sys.stderr.isatty() if progress is None else progress
         with Bar(len(jobs), shown) as bar, self._feeding(jobs) as step:
             while not all(job.done for job in jobs):
                 step()
                 bar.show(sum(j.done is not None for j in jobs), sum(j.tokens for j in jobs))
-        return [completion for job in jobs for completion in job.shown()]
 
     def _pieces(self, job: Job) -> Generator[str, None, None]:
         with self._feeding([job]) as step:
@@ -396,7 +467,9 @@ class LLM:
         out = self._engine.turn().get(OWNER)
         if out is None:
             return []
-        ends = {(end.handle, end.choice): end for end in out.ends}
+        for vector in out.vectors:
+            self._live[vector.handle].vector = vector.values
+        ends = {(e.handle, e.choice): e for e in out.ends if self._live[e.handle].choices}
         news: dict[tuple[int, int], list[int]] = {key: [] for key in ends}
         for handle, choice, token in zip(out.handles, out.choices, out.tokens, strict=True):
             news.setdefault((handle, choice), []).append(token)

@@ -42,24 +42,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": {"errors"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
-    | {"hooks", "pages", "prices"},
+    | {"hooks", "pages", "prices", "vectors"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},
     "beams": {"messages"},
+    "vectors": BASE | {"sources"},
     "completion": BASE | {"text", "params"},
+    "pooled": {"completion", "sources", "vectors"},
     "progress": set(),
     "llm": BASE
     | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"}
-    | {"beams", "completion", "grammar"},
+    | {"beams", "completion", "grammar", "vectors", "pooled"},
     "launch": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
-    "__init__": {"llm", "params", "completion", "grammar"},
+    "__init__": {"llm", "params", "completion", "grammar", "pooled"},
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
 NO_TORCH = {"api", "grammar", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
-NO_TORCH |= {"hooks", "config", "stages", "backends/fake", "backends/choose"}
+NO_TORCH |= {"hooks", "config", "vectors", "stages", "backends/fake", "backends/choose"}
 
 
 def files() -> list[Path]:

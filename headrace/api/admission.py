@@ -6,6 +6,7 @@ from headrace.api.schemas import Generation
 from headrace.api.service import Service
 from headrace.errors import InvalidRequest, ShuttingDown
 from headrace.messages import EngineInfo
+from headrace.vectors import check_generates
 
 
 def admit(service: Service, request: Generation) -> EngineInfo:
@@ -13,21 +14,14 @@ def admit(service: Service, request: Generation) -> EngineInfo:
 
     Raises ShuttingDown, EngineDead, NotReady, NotFound or InvalidRequest.
     """
-    if service.draining:
-        raise ShuttingDown("the server is shutting down")
-    service.check_model(request.model)
-    info = service.client.require()
+    info = let_in(service, request.model, request.priority)
+    check_generates(info)
     most = min(service.settings.max_n, info.max_num_seqs)
     if (request.n or 1) > most:
         raise InvalidRequest(f"n = {request.n} is over {most}", param="n")
     if request.width > most:
         param = "beam_width" if request.use_beam_search else "best_of"
         raise InvalidRequest(f"{param} = {request.width} is over {most}", param=param)
-    if request.priority and service.settings.scheduling_policy != "priority":
-        raise InvalidRequest(
-            "priority other than 0 needs a server with --scheduling-policy priority",
-            param="priority",
-        )
     if service.hooks.filter and (request.top_count >= 0 or request.return_token_ids):
         param = "return_token_ids" if request.return_token_ids else "logprobs"
         raise InvalidRequest(
@@ -39,4 +33,18 @@ def admit(service: Service, request: Generation) -> EngineInfo:
             raise InvalidRequest(
                 f"stop_token_ids: {token} is not in [0, {info.vocab_size})", param="stop_token_ids"
             )
+    return info
+
+
+def let_in(service: Service, model: str | None, priority: int | None) -> EngineInfo:
+    """What every request must pass. Returns the engine's facts. Raises as `admit`."""
+    if service.draining:
+        raise ShuttingDown("the server is shutting down")
+    service.check_model(model)
+    info = service.client.require()
+    if priority and service.settings.scheduling_policy != "priority":
+        raise InvalidRequest(
+            "priority other than 0 needs a server with --scheduling-policy priority",
+            param="priority",
+        )
     return info

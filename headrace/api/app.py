@@ -14,13 +14,16 @@ from starlette.types import ASGIApp
 
 from headrace.api import (
     chat,
+    classify,
     completions,
+    embeddings,
     health,
     messages,
     models,
     openapi,
     relay,
     responses,
+    score,
     tokenize,
 )
 from headrace.api.edge import Edge
@@ -45,6 +48,9 @@ ROUTES = (
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/streams/{id}", relay.follow),
     Route("/v1/streams/{id}", relay.end, methods=["DELETE"]),
+    Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+    Route("/classify", classify.classify, methods=["POST"]),
+    Route("/score", score.score, methods=["POST"]),
     Route("/v1/models", models.list_models),
     Route("/v1/models/{model:path}", models.get_model),
     Route("/tokenize", tokenize.tokenize, methods=["POST"]),

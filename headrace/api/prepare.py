@@ -100,7 +100,7 @@ async def prepare_chat(
 
     # Its own time limit is for one; who waits for the event loop are many.
     quick = service.template.slowest_s < INLINE_S and not request.chat_template_kwargs
-    text, ids = await _timed(service, body_bytes if quick else INLINE_BYTES + 1, render)
+    text, ids = await timed(service, body_bytes if quick else INLINE_BYTES + 1, render)
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
     grammar = await checked_chat_grammar(service, request, tools, text)
@@ -149,7 +149,7 @@ async def prepare_completion(
             ids = [prompt or [tokenizer.bos_id] for prompt in ids]
         return ids, *_echo(tokenizer, request, prompts, ids)
 
-    ids, echo, spans = await _timed(service, body_bytes, encode)
+    ids, echo, spans = await timed(service, body_bytes, encode)
     limit = COMPLETION_TOKENS if request.limit_tokens is None else request.limit_tokens
     prepared = _prepared(service, request, info, ids, limit, "prompt", grammar, echo, spans)
     return msgspec.structs.replace(prepared, labels=labels) if labels else prepared
@@ -190,33 +190,35 @@ def _echo(
     return [text for _, text in traced], [spans for spans, _ in traced]
 
 
-def split_prompt(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+def split_prompt(
+    prompt: str | list[Any], vocab_size: int, field: str = "prompt", most: int = MAX_PROMPTS
+) -> list[str | list[int]]:
     """The four shapes of `prompt` as a list. Raises InvalidRequest for mixed or illegal ones."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest("prompt is an empty list", param="prompt")
+        raise InvalidRequest(f"{field} is an empty list", param=field)
     if all(type(item) is int for item in prompt):
-        return [_ids(prompt, vocab_size)]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"more than {MAX_PROMPTS} prompts", param="prompt")
+        return [_ids(prompt, vocab_size, field)]
+    if len(prompt) > most:
+        raise InvalidRequest(f"more than {most} {field}s", param=field)
     if all(isinstance(item, str) for item in prompt):
         return list(prompt)
     if all(isinstance(item, list) for item in prompt):
-        return [_ids(item, vocab_size) for item in prompt]
+        return [_ids(item, vocab_size, field) for item in prompt]
     raise InvalidRequest(
-        "prompt must be a string, a list of strings, a list of token ids or a list of id lists",
-        param="prompt",
+        f"{field} must be a string, a list of strings, a list of token ids or a list of id lists",
+        param=field,
     )
 
 
-def _ids(items: list[Any], vocab_size: int) -> list[int]:
+def _ids(items: list[Any], vocab_size: int, field: str) -> list[int]:
     if not items:
-        raise InvalidRequest("prompt holds an empty list of ids", param="prompt")
+        raise InvalidRequest(f"{field} holds an empty list of ids", param=field)
     for item in items:
         if type(item) is not int or not 0 <= item < vocab_size:
             raise InvalidRequest(
-                f"prompt: {item!r} is not a token id in [0, {vocab_size})", param="prompt"
+                f"{field}: {item!r} is not a token id in [0, {vocab_size})", param=field
             )
     return items
 
@@ -318,7 +320,7 @@ def _beams(request: Generation, grammar: Grammar | None) -> BeamRules | None:
     )
 
 
-async def _timed(service: Service, body_bytes: int, work: Callable[[], T]) -> T:
+async def timed(service: Service, body_bytes: int, work: Callable[[], T]) -> T:
     """Short bodies here, long ones in a thread: nobody else's stream waits for a tokeniser."""
     start_s = time.monotonic()
     result = work() if body_bytes <= INLINE_BYTES else await asyncio.to_thread(work)

@@ -433,7 +433,9 @@ class EngineClient:
         for vector in out.vectors:
             route = routes.get(vector.handle)
             if route is not None and not route[0].closed:
-                route[0].vectors[route[1] // route[0].n] = vector.values
+                stream = route[0]
+                stream.vectors[route[1] // stream.n] = vector.values
+                stream.first_token_s = stream.first_token_s or now_s
         reports = out.logprobs or _NONE
         columns = zip(out.handles, out.choices, out.tokens, reports, strict=False)
         for handle, choice, token, entry in columns:

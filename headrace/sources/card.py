@@ -12,6 +12,7 @@ from headrace.errors import ModelError
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
 from headrace.sources.labels import Problem, labels_of, problem_of
+from headrace.sources.pooling import pooling_of
 
 # Tokens that end a turn or a document wherever they occur as control tokens. GGUF files often name
 # only one of them in their metadata, and a chat model that is not stopped writes the user's turn.
@@ -46,6 +47,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
+    pooling: str = ""  # of its embeddings: mean, last or one we do not know; "" = not said
     labels: tuple[str, ...] = ()  # names, by label; () = it has no classification head
     problem: Problem = "single_label_classification"
 
@@ -132,6 +134,7 @@ def _hf_card(folder: Path) -> ModelCard:
         min_p=_number(generation, "min_p"),
         typical_p=_number(generation, "typical_p"),
         repetition_penalty=_number(generation, "repetition_penalty"),
+        pooling=pooling_of(folder),
         labels=labels_of(config),
         problem=problem_of(config),
     )

@@ -44,7 +44,7 @@ class Tokenizer:
         added: dict[int, tokenizers.AddedToken] = inner.get_added_tokens_decoder()
         self.bos_id = card.bos_id
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.prefix_ids = self._find_prefix(card)
+        self.prefix_ids, self.suffix_ids = self._find_ends(card)
         self.strip: Strip = "nothing"
         self.table: list[bytes] | None = None  # [id] -> bytes in the middle of a text
         vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
@@ -76,18 +76,41 @@ class Tokenizer:
         return self.encode_batch([text], add_special=add_special, parse_special=parse_special)[0]
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special: bool = True, parse_special: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        add_end: bool = False,
     ) -> list[list[int]]:
-        """`encode` of each text. The batch call, unlike the single one, releases the GIL."""
+        """`encode` of each text. The batch call, unlike the single one, releases the GIL.
+
+        add_end: what the model wants behind a whole text goes there too, if add_special.
+        """
         inner = self._inner if parse_special else self._blind()
         clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
         out: list[list[int]] = [
             encoding.ids for encoding in inner.encode_batch_fast(clean, add_special_tokens=False)
         ]
-        prefix = self.prefix_ids
-        if not add_special or not prefix:
+        if not add_special:
             return out
-        return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in out]
+        prefix, suffix = self.prefix_ids, self.suffix_ids if add_end else []
+        if prefix:
+            out = [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in out]
+        return [ids + suffix for ids in out] if suffix else out
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, add_special: bool = True
+    ) -> list[list[int]]:
+        """The ids of two texts as one prompt, joined as tokenizer.json's post-processor does."""
+        clean = [
+            tuple(text.encode("utf-8", "replace").decode("utf-8") for text in pair)
+            for pair in pairs
+        ]
+        encoded = self._inner.encode_batch_fast(clean, add_special_tokens=add_special)
+        prefix = self.prefix_ids if add_special else []
+        every: list[list[int]] = [encoding.ids for encoding in encoded]
+        return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in every]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD; unknown ids become nothing."""
@@ -131,16 +154,21 @@ class Tokenizer:
                 self._plain = plain
             return self._plain
 
-    def _find_prefix(self, card: ModelCard) -> list[int]:
-        """The ids that go before every text: [BOS] or [], or what the post-processor puts there."""
-        if card.add_bos is not None:
-            return [card.bos_id] if card.add_bos and card.bos_id is not None else []
+    def _find_ends(self, card: ModelCard) -> tuple[list[int], list[int]]:
+        """The ids that go before every text ([BOS] or [], or what the post-processor puts there),
+        and those behind a whole one, which only the post-processor knows."""
         bare: list[int] = self._inner.encode("a", add_special_tokens=False).ids
         full: list[int] = self._inner.encode("a", add_special_tokens=True).ids
-        for at in range(len(full) - len(bare) + 1):
-            if full[at : at + len(bare)] == bare:
-                return full[:at]
-        raise ModelError("tokenizer.json's post-processor changes the tokens of the text itself")
+        places = range(len(full) - len(bare) + 1)
+        at = next((at for at in places if full[at : at + len(bare)] == bare), None)
+        suffix = [] if at is None else full[at + len(bare) :]
+        if card.add_bos is not None:
+            return [card.bos_id] if card.add_bos and card.bos_id is not None else [], suffix
+        if at is None:
+            raise ModelError(
+                "tokenizer.json's post-processor changes the tokens of the text itself"
+            )
+        return full[:at], suffix
 
     def _build_table(self, decoder: dict[str, Any] | None, added: dict[int, str]) -> None:
         """Fill `table` and `strip` if the decoder is one of the three kinds that a table can be."""
@@ -191,7 +219,12 @@ class NoTokenizer(Tokenizer):
         )
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special: bool = True, parse_special: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        add_end: bool = False,
     ) -> list[list[int]]:
         if texts:
             self.need_text("prompt")

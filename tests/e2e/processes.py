@@ -52,6 +52,8 @@ def run_engine(folder: Path, settings: Settings) -> None:
             runner.capacity.vocab_size,
             settings.block_size,
             blocks,
+            width=runner.capacity.width,
+            labels=runner.capacity.labels,
         )
         grammars = build_grammars(settings, FILES, info.vocab_size)
         overlap = settings.overlap != "off"

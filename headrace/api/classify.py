@@ -1,0 +1,73 @@
+"""POST /classify: texts or a conversation to the probabilities of the labels, as vLLM has it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.api.admission import let_in
+from headrace.api.body import read_body
+from headrace.api.pooled import Pooled, input_ids, listed, vectors
+from headrace.api.prepare import chat_ids, normalise, timed
+from headrace.api.schemas import Message, Tokenize, parse
+from headrace.api.service import Service, service_of
+from headrace.errors import InvalidRequest
+from headrace.sources.card import ModelCard
+from headrace.vectors import Floats, check_labels, check_lengths, floats, probabilities
+
+
+class Classify(Pooled, frozen=True, kw_only=True):
+    """Body of /classify: `input` takes four shapes, as `prompt` does; or `messages`.
+
+    use_activation: false asks for the scores as they are. A conversation ends where it ends: no
+    answer is begun unless add_generation_prompt says so.
+    """
+
+    input: str | list[Any] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    use_activation: bool | None = None
+
+
+async def classify(request: Request) -> Response:
+    """Texts to labels. Raises the errors of body, schemas and admission."""
+    service = service_of(request)
+    raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
+    body, unknown = parse(Classify, raw, strict=service.settings.strict)
+    check_labels(let_in(service, body.model, body.priority))
+    prompts = await _prompts(service, body, size_bytes)
+    found = await vectors(request, service, body, prompts, "scores")
+    data = [
+        {"index": at, **_labelled(service.card, floats(scores), raw=body.use_activation is False)}
+        for at, scores in enumerate(found.raw)
+    ]
+    return listed(service, "classify", data, found, unknown)
+
+
+async def _prompts(service: Service, body: Classify, size_bytes: int) -> list[list[int]]:
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("send either input or messages", param="input")
+    if body.input is not None:
+        return await input_ids(service, body, body.input, "input", size_bytes)
+    shape = Tokenize(
+        add_special_tokens=body.add_special_tokens,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=bool(body.add_generation_prompt),
+    )
+    messages = normalise(body.messages or [])
+    ids = await timed(service, size_bytes, lambda: chat_ids(service, shape, messages))
+    check_lengths(service.client.require(), [ids], "messages")
+    return [ids]
+
+
+def _labelled(card: ModelCard, scores: Floats, *, raw: bool) -> dict[str, Any]:
+    probs = scores if raw else probabilities(scores, card.problem)
+    return {
+        "label": card.labels[int(scores.argmax())],
+        "probs": probs.tolist(),
+        "num_classes": len(probs),
+    }
