@@ -90,10 +90,11 @@ def embedding(raw: bytes, dimensions: int | None = None, *, normalize: bool = Tr
     import numpy as np
 
     vector = floats(raw)[:dimensions]
-    length = float(np.linalg.norm(vector.astype(np.float64))) if normalize else 0.0
+    wide = vector.astype(np.float64)
+    length = float(np.linalg.norm(wide)) if normalize else 0.0
     if not length:
         return vector
-    unit: Floats = (vector / length).astype("<f4")
+    unit: Floats = (wide / length).astype("<f4")
     return unit
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 from starlette.requests import Request
@@ -16,7 +16,10 @@ from headrace.api.schemas import Message, Tokenize, parse
 from headrace.api.service import Service, service_of
 from headrace.errors import InvalidRequest
 from headrace.sources.card import ModelCard
-from headrace.vectors import Floats, check_labels, check_lengths, floats, probabilities
+from headrace.vectors import check_labels, check_lengths, floats, probabilities
+
+if TYPE_CHECKING:
+    from headrace.vectors import Floats
 
 
 class Classify(Pooled, frozen=True, kw_only=True):

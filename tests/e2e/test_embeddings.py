@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
+from tokenizers.processors import TemplateProcessing
 
 from headrace.api.pooled import MAX_INPUTS
 from headrace.backends.fake.model import advance, root
 from headrace.backends.fake.vectors import LABELS, WIDTH, hidden, pooled
 from headrace.messages import Pool
+from headrace.text import fake_tokenizer
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import Server
+from tests.golden.classifiers import head_scores, tiny_classifier
 
 MAX_LEN, ROWS = 512, 8
 TEXTS = ["a cat", "Grüße 😀", "x" * 300]
@@ -212,3 +217,68 @@ def test_more_refusals(server: Server, path: str, body: dict[str, Any], param: s
     status, answer = server.post(path, body)
     assert status == 400, answer
     assert answer["error"]["param"] == param
+
+
+@pytest.mark.model
+def test_the_default_model() -> None:
+    """A model made to write gives vectors too: texts that are alike lie closer than others."""
+    texts = ["The cat sat on the mat.", "A cat is sitting on a mat.", "def main(): return 0"]
+    with (
+        ServeProcess("--max-model-len", "512") as server,
+        OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client,
+    ):
+        model = client.models.list().data[0].id
+        answer = client.embeddings.create(model=model, input=texts)
+        vectors = np.array([one.embedding for one in answer.data])
+        assert vectors.shape == (3, 576)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+        alike = vectors @ vectors.T
+        assert alike[0, 1] > alike[0, 2] + 0.05
+        status, said = server.post("/score", {"text_1": texts[0], "text_2": texts[1:]})
+        assert status == 200, said
+        scores = [one["score"] for one in said["data"]]
+        np.testing.assert_allclose(scores, alike[0, 1:], atol=0.02)  # bfloat16, another batch
+        assert server.post("/classify", {"input": "a"})[0] == 400
+
+
+def test_a_reward_model(tmp_path: Path) -> None:
+    """One label: /score reads both texts at once; there is no text to be had of it."""
+    model, _ = tiny_classifier("llama", tmp_path, 1, vocab_size=259)
+    tokenizer = fake_tokenizer.build()
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>",
+        pair="<|im_start|> $A <|im_end|> $B <|im_end|>",
+        special_tokens=[("<|im_start|>", 257), ("<|im_end|>", 258)],
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    said = tokenizer.encode("ask", "answer").ids
+    want = float(head_scores(model, said)[0])
+    options = ("--dtype", "float32", "--kv-blocks", "64")
+    with ServeProcess(str(tmp_path), "--served-model-name", "reward", *options) as server:
+        pair = {"text_1": "ask", "text_2": "answer"}
+        status, answer = server.post("/score", {**pair, "use_activation": False})
+        assert status == 200, answer
+        assert answer["data"][0]["score"] == pytest.approx(want, rel=1e-4)
+        assert answer["usage"]["prompt_tokens"] == len(said)
+        _, likely = server.post("/score", {"text_1": "ask", "text_2": ["answer", "no"]})
+        assert likely["data"][0]["score"] == pytest.approx(1 / (1 + np.exp(-want)), rel=1e-4)
+        assert len(likely["data"]) == 2
+        _, one = server.post("/classify", {"input": "ask", "use_activation": False})
+        reward = float(head_scores(model, tokenizer.encode("ask").ids)[0])
+        assert one["data"][0]["probs"] == [pytest.approx(reward, rel=1e-4)]
+        assert one["data"][0]["label"] == "LABEL_0"
+        status, vector = server.post("/v1/embeddings", {"input": "ask"})
+        assert (status, len(vector["data"][0]["embedding"])) == (200, 48)
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, refused = server.post(path, body)
+            assert (status, refused["error"]["param"]) == (400, "model"), refused
+        for wrong in (
+            {**pair, "pooling": "last"},
+            {"text_1": ["a", "b"], "text_2": ["c"]},
+            {"text_1": "", "text_2": "a"},
+            {"text_1": "a", "text_2": []},
+        ):
+            assert server.post("/score", wrong)[0] == 400, wrong

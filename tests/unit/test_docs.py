@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from pathlib import Path
 
 import pytest
 
+from headrace.api.classify import Classify
+from headrace.api.embeddings import Embeddings
+from headrace.api.pooled import MAX_INPUTS, Pooled
 from headrace.api.schemas import ACCEPTED, MAX_N, MAX_STOP_IDS, MAX_STOPS, NOT_YET, Chat, Completion
+from headrace.api.score import Score
 from headrace.draws import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -20,6 +26,7 @@ from headrace.draws import (
 
 SAMPLING = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+EMBEDDINGS = (Path(__file__).parents[2] / "docs" / "embeddings.md").read_text()
 REFUSED = PAGE.split("**Refused until", 1)[1].split("**Unknown**", 1)[0]
 HARMLESS = PAGE.split("**Harmless, accepted**", 1)[1].split("**Refused until", 1)[0]
 HONOURED = PAGE.split("**Honoured by both", 1)[1].split("**Harmless, accepted**", 1)[0]
@@ -51,3 +58,19 @@ def test_limits() -> None:
     assert f"1 to {MAX_N}, and" in PAGE
     assert f"a string or up to {MAX_STOPS}" in PAGE
     assert f"up to {MAX_STOP_IDS} ids" in PAGE
+
+
+@pytest.mark.parametrize("kind", [Embeddings, Classify, Score])
+def test_the_page_of_embeddings_names_every_field(kind: type[Pooled]) -> None:
+    named = set(re.findall(r"`([a-z_0-9]+)`", EMBEDDINGS))
+    assert {*kind.__struct_fields__, *kind.HARMLESS, *kind.REFUSED} <= named
+    assert f"up to {MAX_INPUTS} texts" in EMBEDDINGS
+
+
+def test_the_examples_of_embeddings_run() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", EMBEDDINGS, re.DOTALL)
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setenv("HEADRACE_BACKEND", "fake")
+        exec(compile(code, "docs/embeddings.md", "exec"), {})
+    assert -1.001 <= float(shown.getvalue()) <= 1.001

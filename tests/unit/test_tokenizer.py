@@ -178,3 +178,22 @@ def test_threads_share_one_tokenizer() -> None:
 def test_bos_without_an_id_is_no_bos() -> None:
     silent = ModelCard("test", 64, 300, None, (), True, None, {})
     assert Tokenizer(fake_tokenizer.build(), silent).encode("a") == [97]
+
+
+def test_what_goes_behind_a_whole_text_and_between_two() -> None:
+    """As tokenizer.json says it: behind texts that are embedded, never behind a prompt."""
+    inner = fake_tokenizer.build()
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>",
+        pair="<|im_start|> $A <|im_end|> $B <|im_end|>",
+        special_tokens=[("<|im_start|>", 257), ("<|im_end|>", 258)],
+    )
+    made = Tokenizer(inner, card(add_bos=None))
+    assert made.encode_batch(["ab"], add_end=True) == [inner.encode("ab").ids]
+    assert made.encode("ab") == [257, *b"ab"]
+    assert made.encode_batch(["ab"], add_special=False, add_end=True) == [[*b"ab"]]
+    assert made.encode_pairs([("a", "b"), ("", "c")]) == [
+        inner.encode("a", "b").ids,
+        inner.encode("", "c").ids,
+    ]
+    assert made.encode_pairs([("a", "b")], add_special=False) == [[*b"ab"]]
