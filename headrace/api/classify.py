@@ -10,10 +10,12 @@ from starlette.responses import Response
 
 from headrace.api.admission import let_in
 from headrace.api.body import read_body
-from headrace.api.pooled import Pooled, input_ids, listed, vectors
-from headrace.api.prepare import chat_ids, normalise, timed
+from headrace.api.moderate import moderated, texts_of
+from headrace.api.pooled import Inputs, Pooled, input_ids, listed, vectors
+from headrace.api.prepare import timed
 from headrace.api.schemas import Message, Tokenize, parse
 from headrace.api.service import Service, service_of
+from headrace.api.turns import chat_text
 from headrace.errors import InvalidRequest
 from headrace.sources.card import ModelCard
 from headrace.vectors import check_labels, check_lengths, floats, probabilities
@@ -42,8 +44,8 @@ async def classify(request: Request) -> Response:
     raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
     body, unknown = parse(Classify, raw, strict=service.settings.strict)
     check_labels(let_in(service, body.model, body.priority))
-    prompts = await _prompts(service, body, size_bytes)
-    found = await vectors(request, service, body, prompts, "scores")
+    inputs = await _inputs(service, body, size_bytes)
+    found = await vectors(request, service, body, inputs, "scores")
     data = [
         {"index": at, **_labelled(service.card, floats(scores), raw=body.use_activation is False)}
         for at, scores in enumerate(found.raw)
@@ -51,20 +53,25 @@ async def classify(request: Request) -> Response:
     return listed(service, "classify", data, found, unknown)
 
 
-async def _prompts(service: Service, body: Classify, size_bytes: int) -> list[list[int]]:
+async def _inputs(service: Service, body: Classify, size_bytes: int) -> Inputs:
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("send either input or messages", param="input")
     if body.input is not None:
         return await input_ids(service, body, body.input, "input", size_bytes)
     shape = Tokenize(
-        add_special_tokens=body.add_special_tokens,
+        messages=body.messages,
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=bool(body.add_generation_prompt),
     )
-    messages = normalise(body.messages or [])
-    ids = await timed(service, size_bytes, lambda: chat_ids(service, shape, messages))
+    labels = await moderated(service, texts_of(shape)) if service.hooks.moderation else {}
+
+    def render() -> list[int]:
+        text = chat_text(service, shape, [])
+        return service.tokenizer.encode(text, add_special=bool(body.add_special_tokens))
+
+    ids = await timed(service, size_bytes, render)
     check_lengths(service.client.require(), [ids], "messages")
-    return [ids]
+    return Inputs([ids], labels)
 
 
 def _labelled(card: ModelCard, scores: Floats, *, raw: bool) -> dict[str, Any]:

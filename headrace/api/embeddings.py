@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from headrace.api.admission import let_in
 from headrace.api.body import read_body
-from headrace.api.generate import ignored
 from headrace.api.pooled import Pooled, Vectors, input_ids, vectors
 from headrace.api.schemas import parse
 from headrace.api.service import Service, encode_json, service_of
@@ -39,13 +38,13 @@ async def embeddings(request: Request) -> Response:
     info = let_in(service, body.model, body.priority)
     check_dimensions(info, body.dimensions)
     pooling = pooling_of(service.card, body.pooling)
-    prompts = await input_ids(service, body, body.input, "input", size_bytes)
-    found = await vectors(request, service, body, prompts, pooling)
-    if len(prompts) <= INLINE_VECTORS:
+    inputs = await input_ids(service, body, body.input, "input", size_bytes)
+    found = await vectors(request, service, body, inputs, pooling)
+    if len(found.raw) <= INLINE_VECTORS:
         content = _encoded(service, body, found)
     else:
         content = await asyncio.to_thread(_encoded, service, body, found)
-    return Response(content, headers=ignored(unknown), media_type="application/json")
+    return Response(content, headers=found.headers(unknown), media_type="application/json")
 
 
 def _encoded(service: Service, body: Embeddings, found: Vectors) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.api.schemas import Chat
+from headrace.api.schemas import Chat, Tokenize
 from headrace.api.service import Service
 from headrace.errors import ContentBlocked, HookUnavailable
 
@@ -33,10 +33,10 @@ async def moderated(service: Service, texts: Sequence[str]) -> dict[str, float]:
     return labels
 
 
-def texts_of(request: Chat) -> list[str]:
+def texts_of(request: Chat | Tokenize) -> list[str]:
     """All that a client may bring into the prompt of a chat."""
     texts: list[str] = []
-    for message in request.messages:
+    for message in request.messages or []:
         if isinstance(message.content, str):
             texts.append(message.content)
         else:

@@ -11,9 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace import __version__
+from headrace.api.classify import Classify
+from headrace.api.embeddings import Embeddings
 from headrace.api.message_blocks import Countable, Messages
 from headrace.api.response_items import Responses
 from headrace.api.schemas import Chat, Completion, Detokenize, Tokenize
+from headrace.api.score import Score
 from headrace.api.service import encode_json, service_of
 
 # Path of a POST -> its body, and whether `stream` makes its answer a stream of events
@@ -23,6 +26,9 @@ BODIES: Mapping[str, tuple[type[msgspec.Struct], bool]] = {
     "/v1/responses": (Responses, True),
     "/v1/messages": (Messages, True),
     "/v1/messages/count_tokens": (Countable, False),
+    "/v1/embeddings": (Embeddings, False),
+    "/classify": (Classify, False),
+    "/score": (Score, False),
     "/tokenize": (Tokenize, False),
     "/detokenize": (Detokenize, False),
 }

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from headrace.api.exchange import exchange_of
 from headrace.api.generate import ignored
+from headrace.api.moderate import labelled, moderated
 from headrace.api.prepare import split_prompt, timed
 from headrace.api.schemas import MAX_SALT, Int64
 from headrace.api.service import Service, encode_json
@@ -41,12 +42,24 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
 
 
+class Inputs(msgspec.Struct, frozen=True):
+    """What is to be computed, by prompt; and what moderation hooks say of it."""
+
+    ids: list[list[int]]
+    labels: dict[str, float] = {}
+
+
 class Vectors(msgspec.Struct, frozen=True):
     """Of each prompt, as `messages.Vector.values`; and how many prompt tokens a cache held."""
 
     raw: list[bytes]
     prompt_tokens: int
     cached_tokens: int
+    labels: dict[str, float]  # of moderation hooks that annotate
+
+    def headers(self, unknown: list[str]) -> dict[str, str]:
+        """Of the answer. unknown: fields that nobody knows."""
+        return ignored(unknown) | labelled(self.labels)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -60,12 +73,15 @@ class Vectors(msgspec.Struct, frozen=True):
 
 async def input_ids(
     service: Service, body: Pooled, given: str | list[Any], field: str, size_bytes: int
-) -> list[list[int]]:
-    """The ids of `given`, one text or many, or ids. Raises InvalidRequest naming `field`."""
+) -> Inputs:
+    """One text or many, or ids. Raises InvalidRequest naming `field`, and what hooks raise."""
     info = service.client.require()
 
+    def split() -> list[str | list[int]]:
+        return split_prompt(given, info.vocab_size, field, MAX_INPUTS)
+
     def encode() -> list[list[int]]:
-        prompts = split_prompt(given, info.vocab_size, field, MAX_INPUTS)
+        prompts = split()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if "" in texts:
             raise InvalidRequest(f"{field} holds an empty text", param=field)
@@ -76,13 +92,27 @@ async def input_ids(
             texts, add_special=body.add_special_tokens is not False, add_end=True
         )
 
+    labels = await _moderated(service, split(), field) if service.hooks.moderation else {}
     ids = await timed(service, size_bytes, encode)
     check_lengths(info, ids, field)
-    return ids
+    return Inputs(ids, labels)
+
+
+async def _moderated(
+    service: Service, prompts: list[str | list[int]], field: str
+) -> dict[str, float]:
+    """Hooks see texts; ids are read as text."""
+    texts = []
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            service.tokenizer.need_text(field)
+            prompt = service.tokenizer.decode(prompt, skip_special=False)
+        texts.append(prompt)
+    return await moderated(service, texts)
 
 
 async def vectors(
-    request: Request, service: Service, body: Pooled, prompts: list[list[int]], pooling: Pooling
+    request: Request, service: Service, body: Pooled, inputs: Inputs, pooling: Pooling
 ) -> Vectors:
     """Run them, as many at once as there are rows: a batch of any size takes no more of the queue.
 
@@ -92,6 +122,7 @@ async def vectors(
     if service.draining:  # it may have begun while we tokenised
         raise ShuttingDown("the server is shutting down")
     raw: list[bytes] = []
+    prompts = inputs.ids
     tokens, cached, first_s = sum(map(len, prompts)), 0, 0.0
     rows = service.client.require().max_num_seqs
     for begin in range(0, len(prompts), rows):
@@ -115,7 +146,7 @@ async def vectors(
                 cached += stream.cached_tokens
                 exchange.detail = f" prompt={tokens} cached={cached} vectors={len(raw)}"
         first_s = stream.first_token_s
-    return Vectors(raw, tokens, cached)
+    return Vectors(raw, tokens, cached, inputs.labels)
 
 
 def listed(
@@ -130,4 +161,6 @@ def listed(
         "data": data,
         "usage": {**found.usage, "completion_tokens": 0},
     }
-    return Response(encode_json(content), headers=ignored(unknown), media_type="application/json")
+    return Response(
+        encode_json(content), headers=found.headers(unknown), media_type="application/json"
+    )

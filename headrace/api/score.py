@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from headrace.api.admission import let_in
 from headrace.api.body import read_body
-from headrace.api.pooled import MAX_INPUTS, Pooled, Vectors, listed, vectors
+from headrace.api.moderate import moderated
+from headrace.api.pooled import MAX_INPUTS, Inputs, Pooled, Vectors, listed, vectors
 from headrace.api.prepare import timed
 from headrace.api.schemas import parse
 from headrace.api.service import Service, service_of
@@ -46,7 +47,9 @@ async def score(request: Request) -> Response:
     _check(body, info)
     pairs = _pairs(body)
     how = _read_together if info.labels else _compared
-    scores, found = await how(request, service, body, pairs, size_bytes)
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    labels = await moderated(service, texts) if service.hooks.moderation else {}
+    scores, found = await how(request, service, body, pairs, labels, size_bytes)
     data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(scores)]
     return listed(service, "score", data, found, unknown)
 
@@ -86,14 +89,19 @@ def _pairs(body: Score) -> Pairs:
 
 
 async def _read_together(
-    request: Request, service: Service, body: Score, pairs: Pairs, size_bytes: int
+    request: Request,
+    service: Service,
+    body: Score,
+    pairs: Pairs,
+    labels: dict[str, float],
+    size_bytes: int,
 ) -> tuple[list[float], Vectors]:
     special = body.add_special_tokens is not False
     prompts = await timed(
         service, size_bytes, lambda: service.tokenizer.encode_pairs(pairs, add_special=special)
     )
     check_lengths(service.client.require(), prompts, "text_2")
-    found = await vectors(request, service, body, prompts, "scores")
+    found = await vectors(request, service, body, Inputs(prompts, labels), "scores")
     scores = [floats(raw) for raw in found.raw]
     if body.use_activation is not False:
         scores = [probabilities(one, service.card.problem) for one in scores]
@@ -101,7 +109,12 @@ async def _read_together(
 
 
 async def _compared(
-    request: Request, service: Service, body: Score, pairs: Pairs, size_bytes: int
+    request: Request,
+    service: Service,
+    body: Score,
+    pairs: Pairs,
+    labels: dict[str, float],
+    size_bytes: int,
 ) -> tuple[list[float], Vectors]:
     """Each text is computed once, however many pairs it is in."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
@@ -113,6 +126,6 @@ async def _compared(
         lambda: service.tokenizer.encode_batch(texts, add_special=special, add_end=True),
     )
     check_lengths(service.client.require(), prompts, "text_2")
-    found = await vectors(request, service, body, prompts, pooling)
+    found = await vectors(request, service, body, Inputs(prompts, labels), pooling)
     units = {text: embedding(raw) for text, raw in zip(texts, found.raw, strict=True)}
     return [similarity(units[one], units[other]) for one, other in pairs], found

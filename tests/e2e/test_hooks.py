@@ -95,6 +95,10 @@ def prompts(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield CHAT, {"messages": [*turns, {"role": "tool", "content": "x", "tool_call_id": "1"}]}
     yield CHAT, {"messages": [said], "chat_template_kwargs": {"note": text}}
     yield "/v1/messages", {"messages": [said], "system": text}
+    yield "/v1/embeddings", {"input": ["peace", text]}
+    yield "/v1/embeddings", {"input": list(text.encode())}
+    yield "/classify", {"input": text}
+    yield "/classify", {"messages": [said]}
 
 
 def test_a_prompt_is_judged_before_anything_is_computed(server: Server) -> None:
