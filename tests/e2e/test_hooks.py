@@ -98,7 +98,7 @@ def prompts(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "/v1/embeddings", {"input": ["peace", text]}
     yield "/v1/embeddings", {"input": list(text.encode())}
     yield "/classify", {"input": text}
-    yield "/classify", {"messages": [said]}
+    yield "/classify", {"messages": [{"role": "user", "content": text}]}
 
 
 def test_a_prompt_is_judged_before_anything_is_computed(server: Server) -> None:
