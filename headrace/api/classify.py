@@ -12,7 +12,7 @@ from headrace.api.admission import let_in
 from headrace.api.body import read_body
 from headrace.api.moderate import moderated, texts_of
 from headrace.api.pooled import Inputs, Pooled, input_ids, listed, vectors
-from headrace.api.prepare import timed
+from headrace.api.prepare import INLINE_BYTES, timed
 from headrace.api.schemas import Message, Tokenize, parse
 from headrace.api.service import Service, service_of
 from headrace.api.turns import chat_text
@@ -69,7 +69,7 @@ async def _inputs(service: Service, body: Classify, size_bytes: int) -> Inputs:
         text = chat_text(service, shape, [])
         return service.tokenizer.encode(text, add_special=bool(body.add_special_tokens))
 
-    ids = await timed(service, size_bytes, render)
+    ids = await timed(service, INLINE_BYTES + 1, render)  # a template may take its time
     check_lengths(service.client.require(), [ids], "messages")
     return Inputs([ids], labels)
 
