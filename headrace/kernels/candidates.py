@@ -15,8 +15,8 @@ import triton.language as tl
 from headrace.kernels.truncation import KEEP_ALL
 from headrace.kernels.weights import NEG_INF, ordered
 
-TILE = tl.constexpr(4096)  # logits or candidates that are looked at together
-TILE_GROUPS = tl.constexpr(64)
+TILE = tl.constexpr(1024)  # logits or candidates that are looked at together
+TILE_GROUPS = tl.constexpr(32)
 
 
 @triton.jit

@@ -248,11 +248,13 @@ def _measure(source, n, pivots, peak, scale, WEIGH: tl.constexpr, KEYS: tl.const
 
 @triton.jit
 def _search(source, n, low, high, base, wanted, peak, scale, WEIGH: tl.constexpr, KEYS, LOW):
-    """The largest key t in [low, high], int64, with base + measure(>= t) >= wanted.
+    """(t, over): the largest key t in [low, high], int64, with base + measure(>= t) >= wanted, and
+    base + measure(> t).
 
-    Taken as given: low is such a key.
+    Taken as given: low is such a key, and nothing measured lies above high.
     """
     step = tl.arange(0, PIVOTS)
+    over = base
     while low < high:
         width = high - low
         pivots = low + (width * (step + 1) + PIVOTS - 1) // PIVOTS
@@ -260,8 +262,9 @@ def _search(source, n, low, high, base, wanted, peak, scale, WEIGH: tl.constexpr
         passed = tl.sum((found >= wanted).to(tl.int32), 0)  # the lowest pivots
         if passed < PIVOTS:
             high = low + (width * (passed + 1) + PIVOTS - 1) // PIVOTS - 1
+            over = tl.sum(tl.where(step == passed, found, 0), 0)
         low = low + (width * passed + PIVOTS - 1) // PIVOTS
-    return low
+    return low, over
 
 
 @triton.jit
@@ -281,15 +284,14 @@ def _edge(
     room = tl.full((), 2147483647, tl.int64)
     if top_k > 0:
         k = top_k.to(tl.int64)
-        edge = _search(source, n, low, high, base_count, k, peak, scale, False, KEYS, LOW)
-        room = k - base_count - _one_measure(source, n, edge + 1, peak, scale, False, KEYS, LOW)
+        edge, before = _search(source, n, low, high, base_count, k, peak, scale, False, KEYS, LOW)
+        room = k - before
         if top_p < 1.0:
             over = base_mass + _one_measure(source, n, edge + 1, peak, scale, True, KEYS, LOW)
             mass = (over + room * weight(_logit(edge, LOW), peak, scale)).to(tl.float64)
     if top_p < 1.0:
         wanted = tl.maximum(tl.ceil(top_p * mass).to(tl.int64), 1)
-        edge = _search(source, n, edge, high, base_mass, wanted, peak, scale, True, KEYS, LOW)
-        over = base_mass + _one_measure(source, n, edge + 1, peak, scale, True, KEYS, LOW)
+        edge, over = _search(source, n, edge, high, base_mass, wanted, peak, scale, True, KEYS, LOW)
         one = weight(_logit(edge, LOW), peak, scale)
         if one > 0:  # else no key reaches `wanted` (its sum was rounded up): all stay
             room = (wanted - over + one - 1) // one

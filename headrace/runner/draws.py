@@ -209,11 +209,11 @@ class Draws:
         """Launch every kernel that a step can need, for `kernels.launch.compiling`."""
         tokens = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
         some = slice(0, self._wide.logits.shape[0])
-        for kind in KINDS:
+        for kind in reversed(KINDS):
             if kind != "typical":
                 self._draw_plain(source, logits, tokens, kind)
             self._draw_edited(source, logits, tokens, some, kind, sigma=True)
-        for listed in (False, True):
+        for listed in (True, False):
             self._report(logits, tokens, logits.shape[0], listed=listed)
 
     @property

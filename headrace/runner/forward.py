@@ -290,6 +290,7 @@ class Forward:
         One layer stands for all: a decoder's layers have one shape.
         """
         with torch.inference_mode(), self.on_stream(), compiling(workers):
+            self.sampler.compile(self._input, self.place.buffers.logits)  # the longest first
             needed, later = self._graph_list()
             for way, size in [*needed, *later, ("eager", self._sizes["eager"][-1])]:
                 like: Way = "mixed" if way == "eager" else way
@@ -299,7 +300,6 @@ class Forward:
                 x = self.model.blocks[0](ops.embed(self.model.embed, self.model.positions), ops)
                 x = self.model.blocks[0](x, ops, last=True)
                 self.model.logits(x[: self._draws], ops)
-            self.sampler.compile(self._input, self.place.buffers.logits)
             self.pooler.compile()
             self.state.compile()
             self.store.compile()
