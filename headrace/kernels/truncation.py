@@ -93,8 +93,30 @@ def kept_of(keys, edge, room):
 
 
 @triton.jit
-def _at(sorted_keys, index, N: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, N) == index, sorted_keys, 0), 0)
+def _at_least(keys, count, low, high):
+    """The largest key in [low, high] that so many of the keys reach, or low."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        enough = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) >= count
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _tail_within(keys, w, sigmas, rest, low, high):
+    """The largest key in [low, high] below which the keys weigh, `sigmas` standard deviations
+    added, no more than `rest`, or low.
+    """
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        below = tl.where(keys < middle.to(tl.int32), w, 0.0)
+        within = tl.sum(below, 0) + sigmas * tl.sqrt(tl.sum(below * below, 0)) <= rest
+        low = tl.where(within, middle, low)
+        high = tl.where(within, high, middle - 1)
+    return low.to(tl.int32)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -136,34 +158,26 @@ def bracket_kernel(
         ids = tl.umulhi(golden, tl.full((SAMPLE,), VOCAB, tl.uint32))
         row = logits + tl.load(sources + draw).to(tl.int64) * VOCAB
         z = tl.load(row + ids.to(tl.int32)).to(tl.float32)
-        keys = tl.sort(_short(z, LOW))  # ascending
-        low_at = tl.zeros((), tl.int32)
-        high_at = tl.zeros((), tl.int32)
+        keys = _short(z, LOW)
+        least, most = _short(tl.full((), float("-inf"), tl.float32), LOW), _short(peak, LOW) + 1
+        low, high = least, most
         if top_k > 0:
             expected = top_k.to(tl.float32) * (SAMPLE / VOCAB)
             slack = tl.sqrt(expected) * SIGMAS + 4.0
-            low_at = SAMPLE - 1 - tl.minimum(expected + slack, SAMPLE * 1.0).to(tl.int32)
-            high_at = SAMPLE - (expected - slack).to(tl.int32)
-            if (expected < slack) | (top_p < 1.0):  # the edge of top-p is above that of top-k
-                high_at = tl.full((), SAMPLE, tl.int32)
+            low = _at_least(keys, 1 + (expected + slack).to(tl.int32), least, most)
+            if (expected >= slack + 1.0) & (top_p >= 1.0):  # top-p's edge is above that of top-k
+                high = _at_least(keys, (expected - slack).to(tl.int32), least, most) + 1
         else:
             w = tl.exp2((_logit(keys, LOW) - peak) * slope(temperature))
-            w = tl.where(keys > _short(tl.full((), float("-inf"), tl.float32), LOW), w, 0.0)
-            tail = tl.cumsum(w, 0) - w
-            spread = tl.sqrt(tl.maximum(tl.cumsum(w * w, 0) - w * w, 0.0)) * SIGMAS
+            w = tl.where(keys > least, w, 0.0)
             total = row_mass(masses, chunk_peak, peak, draw, temperature, CHUNKS, CHUNKS_PADDED)
             rest = ((1.0 - top_p) * total / ONE).to(tl.float32) * (SAMPLE / VOCAB)
             # Below the edge lies at most `rest`, below the next larger key more than that.
-            low_at = tl.max(tl.where(tail + spread <= rest, i, -1), 0)
-            high_at = tl.min(tl.where(tail - spread > rest, i, SAMPLE), 0)
-            low_at = tl.minimum(low_at, SAMPLE - SURE)
-            high_at = tl.where(high_at > SAMPLE - SURE, SAMPLE, high_at)
-        low = _short(tl.full((), float("-inf"), tl.float32), LOW)
-        if low_at > 0:
-            low = _at(keys, low_at, SAMPLE)
-        high = _short(peak, LOW) + 1
-        if high_at < SAMPLE:
-            high = _at(keys, high_at, SAMPLE) + 1
+            low = _tail_within(keys, w, SIGMAS, rest, least, most)
+            low = tl.minimum(low, _at_least(keys, SURE, least, most))
+            high = _tail_within(keys, w, -SIGMAS, rest, low, most) + 1
+            if tl.sum((keys >= high).to(tl.int32), 0) < SURE:
+                high = most
     tl.store(brackets + draw * 2, low)
     tl.store(brackets + draw * 2 + 1, high)
     tl.store(counts + draw * 2, 0)
