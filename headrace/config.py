@@ -91,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     default_sampling: str = ""
+    trust_request_chat_template: bool = False
     tool_parser: ToolParser = "auto"
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed"] = "auto"
     usage_log: str = ""
@@ -169,6 +170,8 @@ HELP: Mapping[str, str] = {
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",
     "default_sampling": "sampling of requests that do not say, before the model's own: "
     "temperature=0.7,top_p=0.9",
+    "trust_request_chat_template": "requests may bring a chat_template; they are rendered in a "
+    "process of their own",
     "tool_parser": "form in which the model writes tool calls: auto (from its chat template), none "
     "(no tools), hermes, llama, mistral, mistral-args, pythonic",
     "reasoning_parser": "marks around the model's reasoning: auto (from its chat template), none, "

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pages": set(),
     "sources": BASE | {"children"},
     "quant": BASE,
-    "text": BASE | {"sources", "observe"},
+    "text": BASE | {"sources", "observe", "children"},
     "engine": BASE | {"kv", "observe"},
     "kernels": {"errors", "messages", "config"},
     "native": {"errors", "sources"},

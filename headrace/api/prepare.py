@@ -99,7 +99,8 @@ async def prepare_chat(
         return text, service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
 
     # Its own time limit is for one; who waits for the event loop are many.
-    quick = service.template.slowest_s < INLINE_S and not request.chat_template_kwargs
+    quick = service.template.slowest_s < INLINE_S
+    quick = quick and not request.chat_template_kwargs and request.chat_template is None
     text, ids = await timed(service, body_bytes if quick else INLINE_BYTES + 1, render)
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")

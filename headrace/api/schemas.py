@@ -32,6 +32,7 @@ MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations
 MAX_NAMES, MAX_NAME = 32, 64  # unknown fields that a refusal names, and characters of each
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit of /v1/completions
 
+Template = Annotated[str, Meta(min_length=1, max_length=256 * 1024)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -116,6 +117,7 @@ class Chat(Generation, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: Documents | None = None
+    chat_template: Template | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -165,6 +167,7 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: Documents | None = None
+    chat_template: Template | None = None
     tools: Tools | None = None
 
 
@@ -194,7 +197,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "verbosity": (None,),
     "truncate_prompt_tokens": (None,),
-    "chat_template": (None,),
     "prompt_embeds": (None,),
     "moderation": (None,),
 }
@@ -205,6 +207,7 @@ CHAT_ONLY: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "documents": (None, []),
     "parallel_tool_calls": (None, True, False),
+    "chat_template": (None,),
 }
 
 

@@ -93,6 +93,7 @@ def serve(
             runner.run(_run(Server(config), service, exchanges, sock))
     finally:
         service.checker.close()
+        service.strangers.close()
         service.meter.close()
         service.hooks.close()
 

@@ -27,6 +27,7 @@ from headrace.messages import Done
 from headrace.observe.metrics import ApiMetrics
 from headrace.prices import parse_prices
 from headrace.sources.card import ModelCard
+from headrace.text.stranger import Strangers
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ class Service:
         self.card = card
         self.tokenizer = tokenizer
         self.template = ChatTemplate(card)
+        self.strangers = Strangers(card.special_tokens)
         self.dialect = find_dialect(settings, card, self.template.facts, tokenizer)
         self.client = client
         self.metrics = metrics

@@ -46,7 +46,15 @@ def chat_text(service: Service, request: Chat | Tokenize, tools: Sequence[dict[s
         continue_final_message=resume,
         kwargs=kwargs,
     )
-    return service.template.prompt(conversation, service.dialect.native)
+    if request.chat_template is None:
+        return service.template.prompt(conversation, service.dialect.native)
+    if not service.settings.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template needs a server started with --trust-request-chat-template",
+            param="chat_template",
+            code="unsupported_parameter",
+        )
+    return service.strangers.prompt(request.chat_template, conversation)
 
 
 def chat_ids(service: Service, request: Chat | Tokenize) -> list[int]:

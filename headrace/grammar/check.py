@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import select
-import subprocess
-import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
+from headrace.children import LineProcess
 from headrace.errors import InvalidRequest, QueueFull
 from headrace.grammar.limits import CHECK_S
 from headrace.messages import Grammar
@@ -38,7 +35,7 @@ class Checker:
         self._waiting = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._here = threading.local()  # .process: each thread of the pool has its own
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._processes: set[LineProcess] = set()
 
     def submit(self, grammar: Grammar, param: str) -> Future[None]:
         """The future raises InvalidRequest, with `param`, for what cannot be honoured.
@@ -85,60 +82,27 @@ class Checker:
 
     def _ask(self, grammar: Grammar) -> str:
         process = self._process()
-        assert process.stdin is not None, "the checker's pipes"
         try:
-            process.stdin.write(msgspec.json.encode(grammar) + b"\n")
-            process.stdin.flush()
-            reply = self._read(process)
-        except BrokenPipeError:
-            reply = b""
-        if reply.endswith(b"\n"):
-            return msgspec.json.decode(reply, type=str)
-        late = process.poll() is None
-        self._end(process)
-        why = f"over {self._limit_s:g} s" if late else "too much memory or depth"
-        return f"the grammar is too complex: it takes {why} to compile"
-
-    def _read(self, process: subprocess.Popen[bytes]) -> bytes:
-        """A line; less when its time is up, or when the process ended."""
-        assert process.stdout is not None, "the checker's pipes"
-        deadline_s, got = time.monotonic() + self._limit_s, b""
-        while not got.endswith(b"\n"):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-                return got
-            piece = os.read(process.stdout.fileno(), 65536)
-            if not piece:
-                process.wait()
-                return got
-            got += piece
-        return got
-
-    def _process(self) -> subprocess.Popen[bytes]:
-        """This thread's process, which has said that it is ready."""
-        process: subprocess.Popen[bytes] | None = getattr(self._here, "process", None)
-        if process is not None and process.poll() is None:
-            return process
-        process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.grammar.checker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._here.process = process
-        self._processes.add(process)
-        assert process.stdin is not None, "the checker's pipes"
-        process.stdin.write(msgspec.json.encode((os.getpid(), self._special)) + b"\n")
-        return process
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+            answer = process.ask(msgspec.json.encode(grammar), self._limit_s)
+            return msgspec.json.decode(answer, type=str)
+        except TimeoutError:
+            why = f"over {self._limit_s:g} s"
+        except ConnectionError:
+            why = "too much memory or depth"
+        process.end()
         self._processes.discard(process)
         self._here.process = None
+        return f"the grammar is too complex: it takes {why} to compile"
+
+    def _process(self) -> LineProcess:
+        """This thread's process."""
+        process: LineProcess | None = getattr(self._here, "process", None)
+        if process is None or not process.alive:
+            facts = msgspec.json.encode((os.getpid(), self._special))
+            process = LineProcess("headrace.grammar.checker", facts)
+            self._here.process = process
+            self._processes.add(process)
+        return process
 
 
 def _judge(message: str, param: str) -> None:

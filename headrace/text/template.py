@@ -46,7 +46,8 @@ class _Generation(Extension):
 class ChatTemplate:
     """Renders conversations. Raises ModelError at once if the model's template does not parse."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, whose: str = "the model's") -> None:
+        self._whose = whose
         self._variables = dict(card.special_tokens)
         self._template: jinja2.Template | None = None
         self.facts = TemplateFacts()
@@ -58,8 +59,7 @@ class ChatTemplate:
                 names = meta.find_undeclared_variables(environment.parse(card.chat_template))
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(
-                    f"the model's chat template does not parse: line {error.lineno}: "
-                    f"{error.message}"
+                    f"{whose} chat template does not parse: line {error.lineno}: {error.message}"
                 ) from None
             self.facts = find_facts(card.chat_template, frozenset(names), self._probe)
 
@@ -176,7 +176,7 @@ class ChatTemplate:
             self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
         reason = " ".join(reason.split())[:_MAX_REASON]
         raise InvalidRequest(
-            f"the model's chat template cannot render these messages: {reason}", param="messages"
+            f"{self._whose} chat template cannot render these messages: {reason}", param="messages"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from headrace.sources.files import ModelFiles
@@ -145,6 +145,14 @@ def test_an_automatic_answer_is_what_the_model_likes(client: OpenAI, model: str)
         assert finish == choice.finish_reason
         functions = [call.function for call in choice.message.tool_calls or []]
         assert calls == [(one.name, one.arguments) for one in functions]
+
+
+def test_a_template_of_the_request_needs_a_setting(client: OpenAI, model: str) -> None:
+    with pytest.raises(BadRequestError, match="--trust-request-chat-template") as caught:
+        client.chat.completions.create(
+            model=model, messages=ASK, extra_body={"chat_template": "{{ messages }}"}
+        )
+    assert caught.value.param == "chat_template"
 
 
 async def test_async(server: ServeProcess, model: str) -> None:

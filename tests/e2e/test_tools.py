@@ -29,7 +29,9 @@ SECOND = '<tool_call>\n{"name": "now", "arguments": { }}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(fake_step_ms=0.2, reasoning_parser="think") as running:
+    with Server(
+        fake_step_ms=0.2, reasoning_parser="think", trust_request_chat_template=True
+    ) as running:
         yield running
         running.wait_idle()
 
@@ -240,6 +242,21 @@ def test_a_turn_of_calls_is_rendered(server: Server) -> None:
         {"role": r, "content": c} for r, c in (("user", "A"), ("assistant", ""), ("user", "B"))
     ]
     assert server.post(CHAT, {"messages": empty, "max_tokens": 2})[0] == 200
+
+
+def test_a_template_of_the_request(server: Server) -> None:
+    asked = {"messages": [{"role": "user", "content": "A"}], "chat_template_kwargs": {"x": "B"}}
+    text = "{% for m in messages %}{{ m.content }}{{ x }}{% endfor %}"
+    answer = server.post("/tokenize", {**asked, "chat_template": text})[1]
+    assert answer["tokens"] == list(b"AB")
+    status, answer = server.post(CHAT, {**asked, "chat_template": text, "max_tokens": 1})
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 2)
+    # A template that opens the reasoning: the answer begins inside.
+    inside = body("hm</think>So.", chat_template="<think>\n")
+    message = both(server, inside)["message"]
+    assert (message["reasoning"], message["content"]) == ("hm", "So.")
+    status, answer = server.post(CHAT, {**asked, "chat_template": "{% for %}"})
+    assert (status, answer["error"]["param"]) == (400, "chat_template")
 
 
 def test_harmless_fields_of_the_reference(server: Server) -> None:
