@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from headrace.api.schemas import Generation
 from headrace.api.service import Service
 from headrace.api.tools import Toolbox
 from headrace.errors import InvalidRequest
-from headrace.grammar.asked import StructuredOutputs, of_response_format, of_structured
+from headrace.grammar.asked import (
+    StructuredOutputs,
+    json_grammar,
+    of_response_format,
+    of_structured,
+)
+from headrace.grammar.calls import loosened
 from headrace.messages import Grammar
 
 
@@ -41,8 +49,38 @@ async def checked_chat_grammar(
         found = None  # OpenAI: it says how a text looks, and there is none
     if found is not None and found[1].kind != "json":
         return await _checked(service, *found)
-    made = dialect.grammar(tools, prompt, found[1] if found is not None else None)
-    return None if made is None else await _checked(service, "tools", made)
+    text = found[1] if found is not None else None
+    made = dialect.grammar(tools, prompt, text)
+    if made is None:
+        return None
+    try:
+        return await _checked(service, "tools", made)
+    except InvalidRequest:
+        eased = await _eased(service, tools)
+        if eased is tools:
+            raise
+        made = dialect.grammar(eased, prompt, text)
+        assert made is not None, "a grammar was needed before"
+        return await _checked(service, "tools", made)
+
+
+async def _eased(service: Service, tools: Toolbox) -> Toolbox:
+    """Of tools that do not compile: those that are not strict with schemas that do.
+
+    Raises InvalidRequest naming the schema of a strict one that does not.
+    """
+    offers = []
+    for offer in tools.offers:
+        try:
+            schema = json_grammar(offer.parameters, offer.param, strict=offer.strict)
+            await _checked(service, offer.param, schema)
+        except InvalidRequest:
+            if offer.strict:
+                raise
+            offers.append(msgspec.structs.replace(offer, parameters=loosened(offer.parameters)))
+        else:
+            offers.append(offer)
+    return tools if offers == tools.offers else msgspec.structs.replace(tools, offers=offers)
 
 
 async def _checked(service: Service, param: str, grammar: Grammar) -> Grammar:

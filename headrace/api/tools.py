@@ -91,12 +91,11 @@ def _offer(tool: Tool, at: int) -> Offer:
         )
     function = tool.function
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-    return Offer(
-        function.name,
-        nothing if function.parameters is None else function.parameters,
-        bool(function.strict),
-        f"tools[{at}].function.parameters",
-    )
+    schema, param = function.parameters, f"tools[{at}].function.parameters"
+    if schema is not None and schema.get("type", "object") != "object":
+        raise InvalidRequest(f"{param}.type is not 'object'", param=param)
+    parameters = nothing if schema is None else {"type": "object", **schema}
+    return Offer(function.name, parameters, bool(function.strict), param)
 
 
 def _shown(tool: Tool) -> dict[str, Any]:

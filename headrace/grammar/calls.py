@@ -18,7 +18,6 @@ from headrace.grammar.vocabulary import special_name
 from headrace.messages import Grammar
 
 MOST_CALLS = 16  # of one answer, where a grammar makes them
-_ANY = {"type": "object"}
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -151,13 +150,25 @@ def _call(way: Way, tool: Offer, at: int) -> list[str]:
 
 
 def _schema(schema: Mapping[str, Any], tool: Offer) -> str:
-    """Of a tool that is not strict, a schema that cannot be enforced leaves the arguments open."""
+    """Of a tool that is not strict, a schema that cannot be enforced is `loosened`."""
     try:
         return json_grammar(schema, tool.param, strict=tool.strict).text
     except InvalidRequest:
         if tool.strict:
             raise
-        return json_grammar(_ANY, tool.param).text
+        return json_grammar(loosened(schema), tool.param).text
+
+
+def loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """An object with the same names, of any values."""
+    properties, required = schema.get("properties"), schema.get("required")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    needed = required if isinstance(required, list) else []
+    return {
+        "type": "object",
+        "properties": {name: {} for name in names},
+        "required": [name for name in needed if isinstance(name, str)],
+    }
 
 
 def _pythonic(tool: Offer, at: int) -> list[str]:
@@ -179,7 +190,12 @@ def _pythonic(tool: Offer, at: int) -> list[str]:
             raise InvalidRequest(f"{where} takes a $ref into $defs only", param=tool.param)
         inner = {**inner, **defs} if isinstance(inner, Mapping) and defs else inner
         given.append(f"value{at}_{number}")
-        text = json_grammar(inner, tool.param).text
+        try:
+            text = json_grammar(inner, tool.param).text
+        except InvalidRequest:
+            if tool.strict:
+                raise
+            text = json_grammar(True, tool.param).text
         rules.append(f"{given[-1]}: {json.dumps(name + '=')} json{at}_{number}")
         rules.append(f"json{at}_{number}: %json {text}")
     fixed, free = given[: len(required)], given[len(required) :]

@@ -192,6 +192,25 @@ def test_forced_calls(server: Server) -> None:
     assert done >= 4
 
 
+def test_a_schema_that_does_not_compile(server: Server) -> None:
+    """B068. Of a tool that is not strict, the names stay and the values are free."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "(?<=x)"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tool = {"name": "f", "parameters": schema}
+    asked = body(tool_choice="required", logit_bias={str(ord("h")): -100}, max_tokens=60)
+    loose = server.post(CHAT, {**asked, "tools": [{"type": "function", "function": tool}]})
+    assert loose[0] == 200, loose
+    assert loose[1]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    strict = [{"type": "function", "function": {**tool, "strict": True}}]
+    status, answer = server.post(CHAT, {**asked, "tools": strict})
+    assert (status, answer["error"]["param"]) == (400, "tools[0].function.parameters")
+    assert "look-around" in answer["error"]["message"]
+
+
 def test_an_automatic_answer_is_calls_or_the_format(server: Server) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
     for seed in range(3):
@@ -209,6 +228,9 @@ def test_an_automatic_answer_is_calls_or_the_format(server: Server) -> None:
          "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
          "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {
+            "name": "f", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters"),
         ({"tools": [{"type": "function", "function": {
             "name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}]},
          "tools[0].function.parameters"),

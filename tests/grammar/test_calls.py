@@ -142,7 +142,10 @@ def test_a_schema_that_cannot_be_enforced() -> None:
         "additionalProperties": False,
     }
     loose = forced(Way("hermes"), [Offer("f", hard, False, "tools[0]")], 1)
-    assert accepts(loose, '<tool_call>\n{"name": "f", "arguments": {"z": 1}}\n</tool_call>')
+    assert accepts(loose, '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>')
+    assert not accepts(loose, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    listed = forced(Way("pythonic"), [Offer("f", hard, False, "tools[0]")], 1)
+    assert accepts(listed, "[f(a=[1])]")
     with pytest.raises(InvalidRequest, match=r"tools\[0\].properties.a: not") as caught:
         forced(Way("hermes"), [Offer("f", hard, True, "tools[0]")], 1)
     assert caught.value.param == "tools[0]"

@@ -193,8 +193,8 @@ def test_random_text_does_not_depend_on_how_it_is_cut(
 
 
 def test_what_a_grammar_was_cut_in_is_no_text() -> None:
-    calls = FORMS["hermes"](TOOLS, forced=True)
-    assert run(calls, ['<tool_call>\n{"name": "ge']) == ("", "", [], False, [])
+    for text in ('<tool_call>\n{"name": "ge', "<tool", ""):
+        assert run(FORMS["hermes"](TOOLS, forced=True), text) == ("", "", [], False, [])
 
 
 def test_ids_are_unique_and_as_the_templates_take_them() -> None:

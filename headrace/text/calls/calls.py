@@ -101,8 +101,7 @@ class Calls:
         assert self._raw is not None, "a call that began is one"
         text = "".join(self._raw)
         self._in, self._raw, self._first = False, None, False
-        if not self._forced:
-            self._say(text)
+        self._say(text)
 
     # Text.
 
@@ -132,6 +131,8 @@ class Calls:
         self._opened()
 
     def _say(self, text: str) -> None:
+        if self._forced:
+            return
         if self._behind and text:
             bare = text.lstrip()
             if not bare:
