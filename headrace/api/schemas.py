@@ -32,6 +32,7 @@ MAX_BEAMS = MAX_LOGPROBS // 2  # a step looks at twice as many continuations
 MAX_NAMES, MAX_NAME = 32, 64  # unknown fields that a refusal names, and characters of each
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit of /v1/completions
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Template = Annotated[str, Meta(min_length=1, max_length=256 * 1024)]
 Documents = Annotated[list[dict[str, Any]], Meta(max_length=1024)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -120,6 +121,7 @@ class Chat(Generation, frozen=True, kw_only=True):
     chat_template: Template | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -194,7 +196,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None,),
     "verbosity": (None,),
     "truncate_prompt_tokens": (None,),
     "prompt_embeds": (None,),
@@ -208,6 +209,7 @@ CHAT_ONLY: Mapping[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "parallel_tool_calls": (None, True, False),
     "chat_template": (None,),
+    "reasoning_effort": (None,),
 }
 
 

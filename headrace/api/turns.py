@@ -38,6 +38,11 @@ def chat_text(service: Service, request: Chat | Tokenize, tools: Sequence[dict[s
             raise InvalidRequest(
                 f"chat_template_kwargs may not hold {reserved!r}", param="chat_template_kwargs"
             )
+    effort = request.reasoning_effort if isinstance(request, Chat) else None
+    if effort is not None:
+        own = request.chat_template is not None
+        known = frozenset(["reasoning_effort"]) if own else service.template.facts.names
+        kwargs = {**effort_variables(effort, known), **kwargs}
     conversation = Asked(
         turns=turns,
         tools=list(tools),
@@ -55,6 +60,18 @@ def chat_text(service: Service, request: Chat | Tokenize, tools: Sequence[dict[s
             code="unsupported_parameter",
         )
     return service.strangers.prompt(request.chat_template, conversation)
+
+
+def effort_variables(effort: str, names: frozenset[str]) -> dict[str, Any]:
+    """The variables by which a template that reads `names` thinks more, less or not at all."""
+    if "reasoning_effort" in names:
+        return {"reasoning_effort": effort}
+    for name in ("enable_thinking", "thinking"):
+        if name in names:
+            return {name: effort != "none"}
+    raise InvalidRequest(
+        "this model's chat template has no reasoning_effort", param="reasoning_effort"
+    )
 
 
 def chat_ids(service: Service, request: Chat | Tokenize) -> list[int]:

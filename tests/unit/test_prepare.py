@@ -9,7 +9,7 @@ import pytest
 
 from headrace.api.prepare import split_prompt
 from headrace.api.schemas import Message
-from headrace.api.turns import normalise
+from headrace.api.turns import effort_variables, normalise
 from headrace.errors import InvalidRequest
 
 
@@ -95,3 +95,21 @@ def test_prompts_that_are_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         split_prompt(prompt, 259)
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("names", "effort", "variables"),
+    [
+        (["reasoning_effort", "enable_thinking"], "low", {"reasoning_effort": "low"}),
+        (["enable_thinking"], "none", {"enable_thinking": False}),
+        (["thinking"], "high", {"thinking": True}),
+    ],
+)
+def test_effort(names: list[str], effort: str, variables: dict[str, Any]) -> None:
+    assert effort_variables(effort, frozenset(names)) == variables
+
+
+def test_effort_that_means_nothing_to_the_template() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        effort_variables("low", frozenset(["tools"]))
+    assert caught.value.param == "reasoning_effort"
