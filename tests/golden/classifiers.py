@@ -9,12 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
     MistralForSequenceClassification,
     Qwen2Config,
     Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
 )
 
 from headrace.sources.files import ModelFiles
@@ -24,6 +28,8 @@ HEADS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForSequenceClassification),
     "mistral": (MistralConfig, MistralForSequenceClassification),
     "qwen2": (Qwen2Config, Qwen2ForSequenceClassification),
+    "qwen3": (Qwen3Config, Qwen3ForSequenceClassification),
+    "gemma2": (Gemma2Config, Gemma2ForSequenceClassification),
 }
 
 

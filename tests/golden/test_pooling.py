@@ -86,6 +86,22 @@ def test_scores(family: str, labels: int, backend: str, tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_families_that_torch_computes(family: str, tmp_path: Path) -> None:
+    """Norms of another kind, and windows: every vector of one model."""
+    options = {"head_dim": 16, "sliding_window": 24}
+    model, files = tiny_classifier(family, tmp_path, 4, **options)
+    engine = engine_of(files, "cpu", step_tokens=20)
+    prompt = PROMPTS[-1]
+    kinds: tuple[Pooling, ...] = ("scores", "mean", "last")
+    scores, mean, last = ask(engine, [(prompt, kind) for kind in kinds])
+    states = hidden_states(model, prompt)
+    close(scores, head_scores(model, prompt))
+    close(mean, states.mean(0))
+    close(last, states[-1])
+    engine.close()
+
+
 def test_a_head_that_the_config_does_not_describe(tmp_path: Path) -> None:
     _, files = tiny_classifier("llama", tmp_path, 3)
     path = tmp_path / "config.json"
