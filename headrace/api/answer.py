@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.api.hooked import Hooked, hooked_parser
+from headrace.api.hooked import Hooked, annotated, hooked_parser
 from headrace.api.logprobs import Entry
 from headrace.api.metering import Bill
 from headrace.api.prepare import Prepared
@@ -28,14 +28,18 @@ class Choice:
 
     entries: what is said of its tokens, since they were last taken; where that is asked for.
     parser: tells its text apart; None: all of it is `Text`.
+    rank: what a scoring hook says of it; None: nothing.
+    annotations: citations of its content, once it has ended.
     """
 
     __slots__ = (
         "_said",
+        "annotations",
         "entries",
         "finish",
         "index",
         "parser",
+        "rank",
         "reasoning_tokens",
         "score",
         "stop_reason",
@@ -48,6 +52,8 @@ class Choice:
         self.parser = parser
         self.reasoning_tokens = 0
         self.entries: list[Entry] = []
+        self.annotations: list[dict[str, Any]] = []
+        self.rank: float | None = None
         self.score = 0.0  # sum of the log-probabilities of all tokens so far
         self._said: deque[Logprobs] = deque()  # of tokens whose text is held back
         self.finish: FinishReason | None = None
@@ -152,6 +158,8 @@ class Answer:
             choice.finish = "content_filter"
         if choice.finish is not None:
             out += parser.flush()
+            if hooked is not None:
+                choice.annotations = annotated(hooked.citations, self.prepared.documents)
             if hooked is not None and hooked.stopped:
                 choice.finish, choice.stop_reason = "content_filter", None
             elif choice.finish == "stop" and parser.called:
@@ -170,7 +178,8 @@ class Answer:
     def best(self, parts: list[list[Part]]) -> list[tuple[Choice, list[Part]]]:
         """The choices that are shown, with their parts, numbered anew.
 
-        Of more than n drawn ones, those with the highest log-probability a token, best first.
+        Of more than n drawn ones, those with the highest rank, or else log-probability a token,
+        best first.
         """
         n, drawn = self.prepared.n, self.prepared.drawn
         pairs = list(zip(self.choices, parts, strict=True))
@@ -178,7 +187,7 @@ class Answer:
             return pairs
         out: list[tuple[Choice, list[Part]]] = []
         for at in range(0, len(pairs), drawn):
-            ranked = sorted(pairs[at : at + drawn], key=lambda pair: -_mean(pair[0]))
+            ranked = sorted(pairs[at : at + drawn], key=lambda pair: -_worth(pair[0]))
             out += ranked[:n]
         for index, (choice, _) in enumerate(out):
             choice.index = index
@@ -256,8 +265,10 @@ def _singly(delta: Delta) -> list[Delta]:
     return pieces
 
 
-def _mean(choice: Choice) -> float:
-    """Log-probability a token, all tokens that count."""
+def _worth(choice: Choice) -> float:
+    """Its rank, or else its log-probability a token, all tokens that count."""
+    if choice.rank is not None:
+        return choice.rank
     return choice.score / max(1, choice.text.n_tokens)
 
 

@@ -66,6 +66,11 @@ class ChatChunks(Chunks):
         rest = {"delta": delta, "logprobs": None, "finish_reason": None}
         return self._open(index) + self._close(rest)
 
+    def cited(self, index: int, annotations: list[dict[str, Any]]) -> bytes:
+        """Citations, in a delta as in a message."""
+        rest = {"delta": {"annotations": annotations}, "logprobs": None, "finish_reason": None}
+        return self._open(index) + self._close(rest)
+
     def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
         """The last chunk of a choice."""
         rest: dict[str, Any] = {
@@ -88,6 +93,8 @@ def whole_choice(choice: Choice, all_said: Said, logprobs: dict[str, Any] | None
     }
     if all_said.reasoning:
         message |= {"reasoning": all_said.reasoning, "reasoning_content": all_said.reasoning}
+    if choice.annotations:
+        message["annotations"] = choice.annotations
     if all_said.calls:
         message["tool_calls"] = [
             {

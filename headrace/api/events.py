@@ -34,6 +34,10 @@ class Events:
         """New parts of a choice; neighbours of one kind are already put together."""
         raise NotImplementedError
 
+    def cited(self, index: int, annotations: list[dict[str, Any]]) -> bytes:
+        """Citations of a choice that is about to finish; b"" in protocols that have none."""
+        return b""
+
     def finish(self, index: int, reason: str, stop_reason: str | int | None) -> bytes:
         """A choice ended: `stop`, `length`, `tool_calls` or `content_filter`."""
         raise NotImplementedError

@@ -26,7 +26,7 @@ from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import EventStream, watch_client
 from headrace.engine.client import Account, TokenStream
-from headrace.errors import ShuttingDown
+from headrace.errors import HookUnavailable, ShuttingDown
 from headrace.text.parts import Part, Said, Text, said
 
 log = logging.getLogger("headrace.api")
@@ -117,6 +117,8 @@ async def answered(
             exchange.tokens = tokens
             try:
                 parts = await answer.collect()
+                if service.hooks.score and prepared.drawn > prepared.n:
+                    await rank(service, answer, parts)
             finally:
                 exchange.detail = answer.summary()
         body = encode_json(await content(answer, parts))
@@ -131,6 +133,22 @@ def start(service: Service, prepared: Prepared, arrived_s: float, account: Accou
     search = BeamStream(service.client, prepared.jobs, prepared.beams, prepared.n, arrived_s)
     search.account = account
     return search
+
+
+async def rank(service: Service, answer: Answer, parts: list[list[Part]]) -> None:
+    """Have the scoring hook say how good each choice is. Raises HookUnavailable."""
+    (scorer,), drawn = service.hooks.score, answer.prepared.drawn
+    texts = [said(own).text for own in parts]
+    for position, asked in enumerate(answer.prepared.asked):
+        places = slice(position * drawn, (position + 1) * drawn)
+        try:
+            scores = await scorer.score(asked, texts[places])
+        except HookUnavailable:
+            service.metrics.count_hook("score", "unavailable")
+            raise
+        service.metrics.count_hook("score", "scored")
+        for choice, score in zip(answer.choices[places], scores, strict=True):
+            choice.rank = score
 
 
 async def whole_answer(
@@ -173,6 +191,8 @@ async def whole_answer(
                 before = echoed[position]
                 logprobs = {name: before[name] + values for name, values in logprobs.items()}
         made = whole(choice, said([Text(echo), *own]), logprobs)
+        if choice.rank is not None:
+            made["score"] = choice.rank
         if shown.token_ids:
             made["token_ids"] = [span.token for span, _ in choice.entries]
         choices.append(made if chunks.roles else made | beside[position])

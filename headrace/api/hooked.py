@@ -130,3 +130,24 @@ class Hooked:
             if self._checks:
                 return []
         return [msgspec.structs.replace(self._run, text=text)]
+
+
+def annotated(citations: Sequence[Citation], documents: Documents) -> list[dict[str, Any]]:
+    """Citations in the shape of OpenAI's `url_citation`; indices count characters of content."""
+    return [
+        {
+            "type": "document_citation",
+            "document_citation": {
+                "start_index": one.start,
+                "end_index": one.end,
+                "document_index": one.document,
+                **{
+                    name: documents[one.document][name]
+                    for name in ("id", "title", "url")
+                    if isinstance(documents[one.document].get(name), str)
+                },
+                "quote": one.quote,
+            },
+        }
+        for one in citations
+    ]

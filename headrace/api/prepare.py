@@ -26,6 +26,7 @@ from headrace.asked import output_tokens
 from headrace.beams import BeamRules
 from headrace.engine.client import Job
 from headrace.errors import InvalidRequest
+from headrace.hooks.contract import Asked
 from headrace.messages import EngineInfo, Grammar, Sampling
 from headrace.text.parts import Parser
 from headrace.text.tokenizer import Tokenizer
@@ -70,6 +71,7 @@ class Prepared(msgspec.Struct, frozen=True):
     kept: frozenset[int] = frozenset()  # special tokens that the parser must see as text
     labels: dict[str, float] = {}  # from moderation, for the response's header
     documents: list[dict[str, Any]] = []  # that the answer may cite
+    asked: list[Asked] = []  # one a prompt, where a hook scores answers
 
     @property
     def drawn(self) -> int:
@@ -113,6 +115,7 @@ async def prepare_chat(
         kept=service.dialect.kept if parser is not None else frozenset(),
         labels=labels,
         documents=request.documents or [],
+        asked=[Asked(_plain(request))] if service.hooks.score else [],
     )
 
 
@@ -153,7 +156,17 @@ async def prepare_completion(
     ids, echo, spans = await timed(service, body_bytes, encode)
     limit = COMPLETION_TOKENS if request.limit_tokens is None else request.limit_tokens
     prepared = _prepared(service, request, info, ids, limit, "prompt", grammar, echo, spans)
-    return msgspec.structs.replace(prepared, labels=labels) if labels else prepared
+    asked: list[Asked] = []
+    if service.hooks.score:
+        texts = await asyncio.to_thread(_prompt_texts, service, request, info)
+        asked = [Asked(prompt=text) for text in texts]
+    return msgspec.structs.replace(prepared, labels=labels, asked=asked)
+
+
+def _plain(request: Chat) -> list[dict[str, Any]]:
+    """The messages as they were sent."""
+    messages: list[dict[str, Any]] = msgspec.to_builtins(request.messages)
+    return [{name: value for name, value in one.items() if value is not None} for one in messages]
 
 
 def _prompt_texts(service: Service, request: Completion, info: EngineInfo) -> list[str]:

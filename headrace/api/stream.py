@@ -136,6 +136,8 @@ class EventStream:
             elif text := answer.feed(delta):
                 out.append(self._counted(events.text(delta.index, text)))
             if choice.finish is not None:
+                if choice.annotations and (cited := events.cited(delta.index, choice.annotations)):
+                    out.append(self._counted(cited))
                 end = events.finish(delta.index, choice.finish, choice.stop_reason)
                 out.append(self._counted(end))
         return b"".join(out)

@@ -16,8 +16,11 @@ GROUP = "headrace.hooks."  # entry points: headrace.hooks.moderation, ...
 BUILT_IN: Mapping[tuple[str, str], str] = {
     ("moderation", "words"): "headrace.hooks.words.WordModeration",
     ("moderation", "http"): "headrace.hooks.classifier.HttpModeration",
+    ("moderation", "model"): "headrace.hooks.model.ModelModeration",
     ("filter", "words"): "headrace.hooks.words.WordFilter",
     ("check", "json"): "headrace.hooks.json_check.JsonCheck",
+    ("score", "model"): "headrace.hooks.model.ModelScorer",
+    ("cite", "overlap"): "headrace.hooks.overlap.Overlap",
 }
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.hook_samples import worth
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import Server, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+OTHERS = ("check=json", "cite=overlap:3", "score=tests.e2e.hook_samples.Scorer")
 PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 
 
@@ -24,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "prompts").write_text("bomb\nwar => violence\n")
     (folder / "answers").write_text("secret\nold name => NEW\nhalt now => !stop\n")
     words = (f"moderation=words:{folder / 'prompts'}", f"filter=words:{folder / 'answers'}")
-    with Server(fake_step_ms=1.0, hook=(*words, "check=json")) as running:
+    with Server(fake_step_ms=1.0, hook=(*words, *OTHERS)) as running:
         yield running
         running.wait_idle()
 
@@ -148,6 +150,62 @@ def test_an_answer_that_cannot_be_mended_is_an_error(server: Server) -> None:
     status, _, raw = server.request("POST", CHAT, {**body, "stream": True})
     assert json.loads(raw.decode().removeprefix("data: "))["error"]["code"] == "unfit_answer"
     server.wait_idle()
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_score_changes_which_answer_is_chosen(server: Server, path: str) -> None:
+    other = 0
+    for seed in range(4):
+        asked = {"max_tokens": 6, "seed": seed, "temperature": 2, "ignore_eos": True}
+        asked |= (
+            {"messages": [{"role": "user", "content": "why"}]}
+            if path == CHAT
+            else {"prompt": "why"}
+        )
+        _, every = server.post(path, {**asked, "n": 8})
+        texts = [text_of(choice) for choice in every["choices"]]
+        assert "score" not in every["choices"][0]
+        _, answer = server.post(path, {**asked, "best_of": 8, "n": 2})
+        ranked = sorted(texts, key=lambda text: -worth("why", text))
+        assert [text_of(choice) for choice in answer["choices"]] == ranked[:2]
+        assert answer["choices"][0]["score"] == worth("why", ranked[0])
+        other += ranked[0] != texts[0]
+    assert other, "the score never mattered"
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def test_each_prompt_is_ranked_by_itself_and_no_score_is_an_error(server: Server) -> None:
+    body = {"prompt": ["one", "two"], "best_of": 4, "max_tokens": 4, "seed": 3, "temperature": 2}
+    _, answer = server.post(TEXT, body)
+    for choice, prompt in zip(answer["choices"], ("one", "two"), strict=True):
+        assert choice["score"] == worth(prompt, choice["text"])
+    status, headers, raw = server.request("POST", TEXT, {**body, "prompt": "unlucky"})
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert json.loads(raw)["error"]["code"] == "hook_unavailable"
+
+
+def test_an_answer_is_linked_to_the_documents(server: Server) -> None:
+    documents = [{"id": "a", "text": "nothing"}, {"title": "T", "text": "Water turns the wheel."}]
+    body = forced("Say: water turns the wheel, twice", documents=documents)
+    whole = server.post(CHAT, body)[1]["choices"][0]["message"]["annotations"]
+    assert whole == [
+        {
+            "type": "document_citation",
+            "document_citation": {
+                "start_index": 5, "end_index": 26, "document_index": 1, "title": "T",
+                "quote": "Water turns the wheel",
+            },
+        }
+    ]  # fmt: skip
+    chunks = events(server.request("POST", CHAT, {**body, "stream": True})[2])[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta["annotations"] for delta in deltas if "annotations" in delta] == [whole]
+    assert "annotations" in deltas[-2], "before the finish chunk"
+    _, plain = server.post(CHAT, forced("Say: water turns the wheel, twice"))
+    assert "annotations" not in plain["choices"][0]["message"]
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import pytest
 from headrace.errors import ConfigError, HookUnavailable, UnfitAnswer
 from headrace.hooks import load
 from headrace.hooks.classifier import HttpModeration
-from headrace.hooks.contract import Verdict
+from headrace.hooks.contract import Asked, Verdict
 from headrace.hooks.json_check import MAX_MEND_CHARS, JsonCheck
 from headrace.hooks.load import load_hooks, split
+from headrace.hooks.model import ModelModeration, ModelScorer
 from headrace.hooks.words import WordModeration
 
 
@@ -66,6 +67,8 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         "moderation=words:/no/such/file", "moderation=no.such.module", f"moderation={HERE}.Nobody",
         f"moderation={HERE}.Broken:x", "moderation=http:ftp://x", "moderation=http:",
         "moderation=http:http://x#fail=sometimes", "moderation=http:http://x#colour=red",
+        "moderation=model:http://x", "moderation=model:http://x#labels=,",
+        "moderation=model:http://x#labels=a&window=200", "score=model:http://x#label=first",
         "moderation=http:http://x#timeout_s=0", "moderation=http:http://x#timeout_s=nan",
         "moderation=http:http://x#key_env=NO_SUCH_VARIABLE_HERE",
     ],
@@ -120,10 +123,14 @@ class Classifier(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     seen: ClassVar[list[tuple[str, str | None]]] = []
+    asked: ClassVar[list[dict[str, Any]]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.seen.append((self.path, self.headers.get("authorization")))
+        if self.path.endswith("/classify"):
+            self.classify(body)
+            return
         text = " ".join(body["input"])
         if "hang" in text:
             release.wait(30)
@@ -140,6 +147,25 @@ class Classifier(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
         self.close_connection |= "close" in text
+
+    def classify(self, body: dict[str, Any]) -> None:
+        """One label for chats: their length. Two for texts: fine, toxic."""
+        self.asked.append(body)
+        if "messages" in body:
+            value = float(sum(len(turn["content"]) for turn in body["messages"]))
+            raw = body["use_activation"] is False
+            data = [{"index": 0, "label": "R", "probs": [value if raw else 1.0]}]
+        else:
+            shares = [min(1.0, text.count("!") / 4) for text in body["input"]]
+            data = [
+                {"index": i, "label": "toxic" if p > 0.5 else "fine", "probs": [1 - p, p]}
+                for i, p in enumerate(shares)
+            ]
+        answer = json.dumps({"object": "list", "data": data}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -193,3 +219,44 @@ async def test_a_classifier_that_hangs_or_is_not_there(url: str) -> None:
     assert await judged(f"{url}#timeout_s=0.2&fail=open", "hang") == Verdict()
     with pytest.raises(HookUnavailable, match="ConnectionRefused"):
         await judged("http://127.0.0.1:9/", "x")
+
+
+async def test_a_model_moderates(url: str) -> None:
+    root = url.partition("/v1")[0]
+    with closing(ModelModeration(f"{root}#labels=toxic,rude&threshold=0.7&window=300")) as hook:
+        assert await hook.judge([]) == Verdict()
+        assert await hook.judge(["ok!", "fine!!"]) == Verdict()
+        assert await hook.judge(["so so!!!" + " " * 290]) == Verdict(
+            "block", BLOCKED, {"toxic": 0.75}
+        )
+        hidden = (
+            "x" * 998 + "!!!!" + "x" * 998
+        )  # on the border of two pieces, if they did not overlap
+        assert (await hook.judge(["fine", hidden])).action == "block"
+        texts = [text for body in Classifier.asked for text in body["input"]]
+        assert max(map(len, texts)) == 300
+    with closing(ModelModeration(f"{root}#labels=rude")) as hook:
+        assert await hook.judge(["toxic!!!!"]) == Verdict(), "that label is not named"
+    with closing(ModelModeration(f"{root}#labels=toxic&flagged=annotate")) as hook:
+        assert await hook.judge(["!!!!"]) == Verdict("annotate", labels={"toxic": 1.0})
+    with closing(ModelModeration("http://127.0.0.1:9#labels=toxic&fail=open")) as hook:
+        assert await hook.judge(["!!!!"]) == Verdict()
+
+
+BLOCKED = "the request was refused by moderation: toxic"
+
+
+async def test_a_model_scores(url: str) -> None:
+    root = url.partition("/v1")[0]
+    chat = Asked([{"role": "user", "content": "hey"}])
+    with closing(ModelScorer(root)) as hook:
+        for _ in range(2):  # a reward model, once that is known, by its value
+            assert await hook.score(chat, ["", "long answer"]) == [3.0, 14.0]
+    with closing(ModelScorer(f"{root}#label=1")) as hook:
+        assert await hook.score(Asked(prompt="a!"), ["!", "!!!"]) == [0.5, 1.0]
+        assert Classifier.asked[-1]["input"][0].startswith("a!")
+    with (
+        closing(ModelScorer(f"{root}#label=2")) as hook,
+        pytest.raises(HookUnavailable, match="2 lab"),
+    ):
+        await hook.score(Asked(prompt="a"), ["b"])
