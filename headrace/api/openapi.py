@@ -65,8 +65,9 @@ def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
         kinds, ref_template="#/components/schemas/{name}"
     )
     for component in components.values():
-        if "model" in component.get("properties", {}):
-            component["properties"]["model"] = {"type": "string", "enum": [model]}
+        fields = component.get("properties", {})
+        if "model" in fields:  # null where it may be left out
+            fields["model"] = {"enum": [model, None] if "default" in fields["model"] else [model]}
     bodies = dict(zip(kinds, shapes, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

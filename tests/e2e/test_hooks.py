@@ -156,7 +156,7 @@ def test_an_answer_that_cannot_be_mended_is_an_error(server: Server) -> None:
 def test_a_score_changes_which_answer_is_chosen(server: Server, path: str) -> None:
     other = 0
     for seed in range(4):
-        asked = {"max_tokens": 6, "seed": seed, "temperature": 2, "ignore_eos": True}
+        asked: dict[str, Any] = {"max_tokens": 6, "seed": seed, "temperature": 2}
         asked |= (
             {"messages": [{"role": "user", "content": "why"}]}
             if path == CHAT
