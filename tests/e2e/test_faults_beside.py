@@ -139,13 +139,13 @@ def test_fifteen_streams_beside_a_group_of_faults(
 
 
 @pytest.mark.model
-def test_fifteen_streams_of_the_real_model_beside_all_faults() -> None:
+def test_fifteen_streams_of_the_real_model_beside_some_of_each_group() -> None:
     options = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32")
     with ServeProcess(*options, "--api-workers", "1", "--kv-memory", "512MiB") as server:
         port = urlsplit(server.url).port
         assert port is not None
-        asked = streams(6, exact=False)
+        asked = streams(4, exact=False)
         alone = run(port, asked)
-        every = [fault for group in GROUPS.values() for fault in group]
-        for one, other in zip(run(port, asked, every), alone, strict=True):
+        some = [fault for group in GROUPS.values() for fault in group[::6]]
+        for one, other in zip(run(port, asked, some), alone, strict=True):
             assert one == other
