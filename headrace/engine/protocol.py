@@ -99,6 +99,15 @@ class Capacity(msgspec.Struct, frozen=True):
     width: int = 0  # of a hidden state; 0 = it yields none
     labels: int = 0  # of the classification head; 0 = there is none
     generates: bool = True  # False: there is no output layer, and nothing can be drawn
+    long_from: int = 0  # prompts of more tokens have other K and V; 0 = all have alike
+    each_length: bool = False  # ... and so has every length of those
+
+    def variant(self, prompt_tokens: int) -> str:
+        """Requests whose prompts share a prefix have the same K and V for it, if theirs is the
+        same variant."""
+        if not self.long_from or prompt_tokens <= self.long_from:
+            return ""
+        return str(prompt_tokens) if self.each_length else "long"
 
 
 class Masks(NamedTuple):

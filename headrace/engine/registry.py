@@ -83,7 +83,8 @@ class Registry:
             self.outbox.of(owner).dones.append(done)
             return
         self._arrivals += 1
-        table = self._kv.open(submit.cache_salt, submit.adapter)
+        variant = self._capacity.variant(len(submit.prompt))
+        table = self._kv.open(submit.cache_salt, submit.adapter, variant)
         policy = self._settings.scheduling_policy
         request = Request(owner, submit, self._arrivals, now, policy, table)
         self._requests.setdefault(owner, {})[submit.handle] = request

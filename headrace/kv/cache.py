@@ -93,9 +93,9 @@ class KVCache:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def open(self, salt: str, adapter: str) -> Table:
-        """A table without blocks for one sequence."""
-        return Table(root_digest(adapter, salt))
+    def open(self, salt: str, adapter: str, variant: str = "") -> Table:
+        """A table without blocks for one sequence; it shares within these three alone."""
+        return Table(root_digest(adapter, salt, variant))
 
     def probe(self, table: Table, tokens: Sequence[int], upto_tokens: int) -> int:
         """Blocks that `match` and then `reserve(upto_tokens)` would take off the free list."""

@@ -6,8 +6,10 @@ machine and in every run:
     digest of the root  = blake2b-16( u32(len(adapter)) adapter salt )       (UTF-8, u32 = LE)
     digest of block i   = blake2b-16( digest of block i-1, ids of block i as u32 LE )
 
-Two prefixes with another adapter or another cache salt therefore never meet. 16 bytes of a
-cryptographic hash: a collision is not expected in the life of any server.
+The root's `person` (a field of blake2b) is the variant of the K and V, for most models "": see
+`engine.protocol.Capacity.variant`. Two prefixes with another adapter, another cache salt or
+another variant therefore never meet. 16 bytes of a cryptographic hash: a collision is not expected
+in the life of any server.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from hashlib import blake2b
 DIGEST_BYTES = 16
 
 
-def root_digest(adapter: str, salt: str) -> bytes:
-    """Where the chains of one (adapter, salt) start."""
+def root_digest(adapter: str, salt: str, variant: str = "") -> bytes:
+    """Where the chains of one (adapter, salt, variant) start. `variant`: at most 16 bytes."""
     name = adapter.encode()
     text = struct.pack("<I", len(name)) + name + salt.encode()
-    return blake2b(text, digest_size=DIGEST_BYTES).digest()
+    return blake2b(text, digest_size=DIGEST_BYTES, person=variant.encode()).digest()
 
 
 def block_digest(parent: bytes, ids: Sequence[int]) -> bytes:

@@ -15,7 +15,6 @@ from headrace.models.spec import ModelSpec
 def features(spec: ModelSpec) -> list[str]:
     """All of them, in the order of a layer."""
     kinds = spec.every_layer()
-    ropes = [rope for rope in (spec.rope, spec.local_rope) if rope is not None]
     names = {layer.rope for layer in kinds}
     asked = {
         "scaled embedding": spec.embed_scale != 1.0,
@@ -28,7 +27,7 @@ def features(spec: ModelSpec) -> list[str]:
         "q and k norms": spec.qk_norm,
         "layers without rotary embedding": "none" in names,
         "two rotary embeddings": {"global", "local"} <= names,
-        "rotary frequencies by length": any(rope.by_length for rope in ropes),
+        "rotary frequencies by length": spec.by_length is not None,
         "shared K and V": any(layer.kv_from >= 0 for layer in kinds),
         "sliding window": any(layer.window for layer in kinds),
         "scaled scores": any(layer.scale for layer in kinds),

@@ -160,6 +160,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """What layer `index` is."""
         return self.kinds[index] if self.kinds else LayerSpec()
 
+    @property
+    def by_length(self) -> Rope | None:
+        """The rotary embedding that goes by the length of a sequence, if there is one."""
+        ropes = (self.rope, self.local_rope)
+        return next((rope for rope in ropes if rope is not None and rope.by_length), None)
+
+    @property
+    def long_from(self) -> int:
+        """Prompts of more tokens have other keys than shorter ones; 0 = all have alike."""
+        return self.by_length.original_positions if self.by_length else 0
+
+    @property
+    def each_length(self) -> bool:
+        """Every length of those has its own keys."""
+        return self.by_length is not None and self.by_length.kind == "dynamic"
+
     def every_layer(self) -> tuple[LayerSpec, ...]:
         """What each layer is."""
         return self.kinds or (LayerSpec(),) * self.layers

@@ -136,6 +136,8 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
         width=spec.hidden,
         labels=spec.labels,
         generates=spec.generates,
+        long_from=spec.long_from,
+        each_length=spec.each_length,
     )
     activations = ledger.Line(
         "activations",

@@ -107,7 +107,15 @@ def on_processor(model: Decoder, threads: int) -> Make:
             head_dim=spec.head_dim,
             dtype=model.dtype,
         )
-        capacity = Capacity([blocks], BLOCK, rows, spec.max_positions, spec.vocab_size)
+        capacity = Capacity(
+            [blocks],
+            BLOCK,
+            rows,
+            spec.max_positions,
+            spec.vocab_size,
+            long_from=spec.long_from,
+            each_length=spec.each_length,
+        )
         return TorchRunner(TorchForward(model, store), store, capacity, ThreadWorker(threads))
 
     return make

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +23,7 @@ from headrace.runner.runner import TorchRunner
 from headrace.runner.worker import InlineWorker
 from headrace.sources.files import ModelFiles
 from tests.golden.families import FAMILIES, VOCAB, lengths, save
+from tests.golden.product import Case, on_processor, run
 from tests.golden.reference import NEAR_TIE, agree, greedy
 from tests.golden.stepping import Job, generate
 
@@ -149,7 +151,7 @@ def test_greedy_tokens(family: Family, ours: Ours) -> None:
     runner = TorchRunner(ours.forward, ours.store, ours.capacity, InlineWorker())
     jobs = [Job(prompts[0], GREEDY_TOKENS), Job(prompts[1], GREEDY_TOKENS, chunk=9, arrives=3)]
     for prompt, tokens in zip(prompts, generate(runner, jobs), strict=True):
-        if any(rope.by_length for rope in (ours.spec.rope, ours.spec.local_rope) if rope):
+        if ours.spec.by_length is not None:
             said(family.theirs, [1])  # its frequencies are those of the longest since a short one
             compared = agree(tokens, greedy(family.theirs, prompt, GREEDY_TOKENS))
             assert compared > GREEDY_TOKENS / 2, "the rest hid behind a near-tie"
@@ -158,6 +160,22 @@ def test_greedy_tokens(family: Family, ours: Ours) -> None:
         taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert len(taken) == GREEDY_TOKENS
         assert float((logits.amax(1) - taken).max()) < NEAR_TIE
+
+
+@pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])
+def test_keys_turned_otherwise_are_not_reused(name: str, tmp_path: Path) -> None:
+    """Prompts of both sides of the original context, and what they share, through one engine."""
+    model, files = save(name, tmp_path)
+    base = list(range(60))
+    prompts = [base[:20], base, base[:30], base[:50], [*base[:48], 99, 98]]
+    ours = load_model(read_spec(files), open_checkpoint(files), torch.float32)
+    case = Case("plain", 7, "cold", "alone", "roomy")
+    outcome = run(on_processor(ours, 1), case, prompts, 8)
+    # Blocks of 16. Of long prompts those of another length are turned otherwise by "dynamic".
+    assert outcome.cached_tokens == [0, 0, 16, 0 if "dynamic" in name else 48, 48]
+    for prompt, tokens in zip(prompts, outcome.tokens, strict=True):
+        said(model, [1])
+        assert agree(tokens, greedy(model, prompt, 8)) == 8
 
 
 def test_bfloat16(family: Family) -> None:

@@ -96,8 +96,6 @@ class TorchForward:
 
     def __init__(self, model: Decoder, store: KvStore) -> None:
         self._model, self._store = model, store
-        ropes = (model.spec.rope, model.spec.local_rope)
-        self._by_length = any(rope is not None and rope.by_length for rope in ropes)
         self._scratch = Scratch(store.head_dim, model.dtype)
         self._last: tuple[Tensor, TorchOps] | None = None  # of the last batch, for `again`
 
@@ -128,7 +126,7 @@ class TorchForward:
     def _turns(self, batch: Batch, positions: Tensor) -> Turns:
         """cos and sin of every rotary embedding, at each token of the batch."""
         rotaries, lengths = self._model.rotaries.items(), None
-        if self._by_length:
+        if self._model.spec.by_length is not None:
             counts = torch.tensor(batch.counts)
             ends = torch.tensor(batch.prompts or batch.starts) + (0 if batch.prompts else counts)
             lengths = torch.maximum(ends.repeat_interleave(counts), positions + 1)
