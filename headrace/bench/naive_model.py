@@ -10,16 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from headrace.errors import ModelError
+from headrace.models.features import features
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner.checkpoint import open_checkpoint
 from headrace.runner.pieces import ordered
 from headrace.sources.files import ModelFiles
 
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}  # by GGUF architecture
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}  # by GGUF architecture
 
 
 def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
@@ -51,8 +56,12 @@ def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
 
 def hf_config(spec: ModelSpec) -> Any:
     """The transformers config of a GGUF model. It names no stop token: callers of generate() do."""
-    if spec.architecture not in _CONFIGS:
-        raise ModelError(f"{spec.architecture}: no transformers config is known for it here")
+    more = sorted(set(features(spec)) - {"q and k norms"})
+    if spec.rope.kind not in ("default", "linear", "factors"):
+        more.append(f"{spec.rope.kind} rotary embedding")
+    if spec.architecture not in _CONFIGS or more:
+        what = f" with {', '.join(more)}" * bool(more)
+        raise ModelError(f"{spec.architecture}{what}: no transformers config is known for it here")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope.theta}
     if spec.rope.kind == "linear":
         rope |= {"rope_type": "linear", "factor": spec.rope.factor}

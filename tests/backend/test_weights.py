@@ -45,7 +45,8 @@ CONFIG: dict[str, Any] = {
 def tensors_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     slots = module_of(spec.architecture).slots(spec)
-    return {slot.hf: torch.randn(slot.shape, generator=draw) for slot in slots}
+    shapes = {slot.hf: slot.stored_shape(gguf=False) for slot in slots}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
 
 
 def hf_folder(folder: Path, **changes: Any) -> tuple[ModelFiles, dict[str, torch.Tensor]]:
@@ -219,6 +220,64 @@ def test_misfits_are_named(
     save_file(merged, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         load(files)
+
+
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "n_positions": 64, "layer_norm_epsilon": 1e-5, "vocab_size": 40,
+}  # fmt: skip
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+                    "vocab_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1,
+                    "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "prefixes", "unread"),
+    [
+        (GPT2, [("", ""), ("", "transformer.")], "h.1.attn.bias"),
+        (
+            GEMMA3,
+            [("model.", "language_model.model."), ("model.", "model.language_model.")],
+            "vision_tower.patch.weight",
+        ),
+    ],
+    ids=["gpt2", "gemma3"],
+)
+def test_names_of_other_exporters(
+    tmp_path: Path, config: dict[str, Any], prefixes: list[tuple[str, str]], unread: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = ModelFiles("tiny", "hf", tmp_path)
+    tensors = tensors_of(read_spec(files))
+    found = []
+    for old, new in [("", ""), *prefixes]:
+        named = {new + name.removeprefix(old): tensor for name, tensor in tensors.items()}
+        save_file(named | {unread: torch.zeros(3)}, tmp_path / "model.safetensors")
+        found.append(dict(load(files).named_parameters()))
+    for parameters in found[1:]:
+        assert all(torch.equal(found[0][name], parameters[name]) for name in found[0])
+    save_file(named | {new + "more.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 unexpected: .*more\.weight"):
+        load(files)
+
+
+def test_stored_values_become_ours(tmp_path: Path) -> None:
+    """GPT-2's matrices are stored with columns first, Gemma's norms without the 1."""
+    for config in (GPT2, GEMMA3):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        files = ModelFiles("tiny", "hf", tmp_path)
+        tensors = tensors_of(read_spec(files))
+        save_file(tensors, tmp_path / "model.safetensors")
+        ours = dict(load(files).named_parameters())
+        if config is GPT2:
+            assert torch.equal(ours["blocks.1.qkv.weight"], tensors["h.1.attn.c_attn.weight"].t())
+        else:
+            stored = tensors["model.layers.1.self_attn.q_norm.weight"]
+            assert torch.equal(ours["blocks.1.attention.q_norm.weight"], stored + 1)
+            assert ours["norm.weight"].dtype == torch.float32
 
 
 def test_broken_folders(tmp_path: Path) -> None:

@@ -105,8 +105,11 @@ _OWN_NAMES = ("GPT2", "Mpt")  # their configs have no Llama-like names
 _MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
-def save(name: str, folder: Path) -> tuple[Any, ModelFiles]:
-    """A random model of FAMILIES, in eval mode, and its files under `folder`."""
+def save(name: str, folder: Path, **changes: Any) -> tuple[Any, ModelFiles]:
+    """A random model of FAMILIES, in eval mode, and its files under `folder`.
+
+    changes: to its config, under transformers' names.
+    """
     torch.manual_seed(sum(name.encode()))
     tiny = FAMILIES[name]
     shape = _SHAPE
@@ -115,7 +118,7 @@ def save(name: str, folder: Path) -> tuple[Any, ModelFiles]:
         shape = {key: _SHAPE[key] for key in (*kept, "attn_implementation")}
         if tiny.kind == "Mpt":
             shape = {key: value for key, value in shape.items() if "attn" not in key}
-    config = getattr(transformers, f"{tiny.kind}Config")(**(shape | tiny.changes))
+    config = getattr(transformers, f"{tiny.kind}Config")(**(shape | tiny.changes | changes))
     make: Callable[[Any], Any] = getattr(
         transformers, _MODELS.get(tiny.kind, f"{tiny.kind}ForCausalLM")
     )

@@ -17,6 +17,7 @@ from headrace.models.registry import module_of
 from headrace.models.spec import read_spec
 from headrace.sources.files import ModelFiles
 from tests.devices import load
+from tests.golden.families import save
 from tests.golden.reference import agree, greedy, tiny_model
 from tests.golden.stepping import Job, generate
 
@@ -65,6 +66,17 @@ def write_gguf(path: Path, architecture: str, model: Any, hf_files: ModelFiles) 
     writer.add_rope_dimension_count(spec.head_dim)
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)
+    if spec.every_layer()[0].window:
+        writer.add_sliding_window(spec.every_layer()[0].window)
+    if spec.softcap:
+        writer.add_attn_logit_softcapping(spec.softcap)
+    if spec.logit_softcap:
+        writer.add_final_logit_softcapping(spec.logit_softcap)
+    if spec.rope.kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(spec.rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(spec.rope.original_positions)
+        writer.add_float32(f"{architecture}.rope.scaling.yarn_beta_fast", spec.rope.fast)
     if spec.rope.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(spec.rope.factor)
@@ -72,7 +84,7 @@ def write_gguf(path: Path, architecture: str, model: Any, hf_files: ModelFiles) 
         writer.add_tensor("rope_freqs.weight", llama3_factors(config))
     state = model.state_dict()
     for slot in module_of(spec.architecture).slots(spec):
-        rows = state[slot.hf].numpy()
+        rows = state[slot.hf].numpy() + np.float32(slot.hf_shift)
         if architecture == "llama" and ".attn_q." in slot.gguf:
             rows = interleave(rows, spec.heads)
         if architecture == "llama" and ".attn_k." in slot.gguf:
@@ -116,3 +128,31 @@ def test_gguf_equals_transformers(
         ids = torch.tensor([prompt])
         naive = hf_model(gguf_files, torch.float32)(ids).logits
         torch.testing.assert_close(naive, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+OTHERS: dict[str, dict[str, Any]] = {  # architecture, name in FAMILIES -> what the file cannot say
+    "llama mistral": {},
+    "llama llama-yarn": {},
+    "qwen3 qwen3": {"attention_bias": False},
+    "gemma2 gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3 gemma3": {
+        "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", list(OTHERS))
+def test_gguf_of_other_families(tmp_path: Path, which: str) -> None:
+    """bugs B099, B100: windows, yarn and the pattern of layers come from the file's metadata."""
+    architecture, name = which.split()
+    model, files = save(name, tmp_path, **OTHERS[which])
+    path = tmp_path / "model.gguf"
+    write_gguf(path, architecture, model, files)
+    gguf_files = ModelFiles(name, "gguf", path)
+    assert read_spec(gguf_files).kinds == read_spec(files).kinds
+    runner = load("cpu", gguf_files, **SETTINGS)
+    draw = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, 131, (70,), generator=draw).tolist()
+    (tokens,) = generate(runner, [Job(prompt, 10, chunk=40)])
+    assert agree(tokens, greedy(model, prompt, 10)) == 10
+    runner.close()

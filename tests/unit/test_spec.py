@@ -213,6 +213,63 @@ def test_padding_of_a_gguf_vocabulary_is_no_id() -> None:
     assert from_gguf(header()).vocab_size == 48
 
 
+# ---------------------------------------------------------------- families
+
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4,
+    "n_positions": 64, "layer_norm_epsilon": 1e-5, "vocab_size": 40,
+}  # fmt: skip
+MPT: dict[str, Any] = {
+    "architectures": ["MptForCausalLM"], "d_model": 64, "n_layers": 2, "n_heads": 4,
+    "max_seq_len": 64, "vocab_size": 40,
+}  # fmt: skip
+GEMMA3 = HF | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 512}
+
+
+def test_gemma3_layers_in_all_spellings() -> None:
+    old = GEMMA3 | {"rope_local_base_freq": 5000.0, "query_pre_attn_scalar": 168}
+    spec = from_hf(old | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert [layer.rope for layer in spec.kinds[:7]] == ["local"] * 5 + ["global", "local"]
+    assert [layer.window for layer in spec.kinds[:6]] == [512] * 5 + [0]
+    assert {layer.scale for layer in spec.kinds} == {168**-0.5}
+    assert (spec.rope, spec.local_rope) == (Rope(500000.0, "linear", 8.0), Rope(5000.0))
+    assert spec.tied
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 500000.0}
+    ropes = {"full_attention": full, "sliding_attention": {"rope_theta": 5000.0}}
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 6
+    new = GEMMA3 | {"rope_parameters": ropes, "layer_types": kinds[:32]}
+    assert from_hf(new | {"query_pre_attn_scalar": 168}) == spec
+    text = {key: value for key, value in HF.items() if key not in ("architectures", "vocab_size")}
+    both = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    assert from_hf(both).vocab_size == 262208, "its class's default"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        (GPT2, {"add_cross_attention": True}, "cross attention"),
+        (GPT2, {"n_layer": None}, "n_layer = None"),
+        (GPT2, {"activation_function": "mish"}, "activation_function = 'mish'"),
+        (MPT, {"attn_config": {"alibi": False}}, "no ALiBi"),
+        (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln"),
+        (MPT, {"no_bias": False}, "biases"),
+        (MPT, {"logit_scale": 0.5}, "logit_scale"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA3, {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+    ],
+)
+def test_what_families_refuse(config: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    from_hf(config)
+    with pytest.raises(ModelError, match=named):
+        from_hf(config | changes)
+
+
+def test_the_docs_list_every_architecture() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [name for name in registry._FAMILIES if f"`{name}`" not in page] == []
+
+
 # ---------------------------------------------------------------- features
 
 
