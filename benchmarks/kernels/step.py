@@ -1,12 +1,14 @@
 """Chooses the kernels of decode by the time of a whole step on the card it runs on.
 
     scripts/tune_step --bucket 16 [--layers 16] [--shape qwen2.5-14b] [--budget-s 110]
+                      [--like "NVIDIA H100 80GB HBM3"]
     scripts/tune_step --merge step-16.json step-32.json ...     (no GPU: into the package's file)
 
 Builds the model as the server does (random weights), captures the graph of a decode step and times
 its replays. Begins with what the card's table has, then settles one choice at a time: each matrix
 (its configuration's neighbours, others that look fast, and the library), attention, and the
-switches of each matrix. A change stays only if the step gains more than the noise; see `descent`.
+switches of each matrix. `--like`: what another card's table has, and its neighbours, are tried
+first. A change stays only if the step gains more than the noise; see `descent`.
 Writes step-<bucket>.json in $OUT and prints steps before and after, and with the library alone.
 """
 
@@ -81,14 +83,14 @@ def heads_of(spec: ModelSpec) -> Heads:
     return Heads(spec.heads, spec.kv_heads, spec.head_dim)
 
 
-def standing(spec: ModelSpec, card: Card, bucket: int) -> dict[str, Any]:
-    """What the package chooses now."""
-    sizes = matrices(spec)
+def standing(spec: ModelSpec, card: Card, bucket: int, name: str = "") -> dict[str, Any]:
+    """What the package chooses now on this card, or would on the one of another name."""
+    sizes, name = matrices(spec), name or card.name
     choices: dict[str, Any] = {
-        kind: choose(kind, bucket, *sizes[kind], device_name=card.name) for kind in KINDS
+        kind: choose(kind, bucket, *sizes[kind], device_name=name) for kind in KINDS
     }
     choices["decode"] = choose_decoding(
-        bucket, heads_of(spec), torch.bfloat16, card.multiprocessors, card.name
+        bucket, heads_of(spec), torch.bfloat16, card.multiprocessors, name
     )
     return choices
 
@@ -113,10 +115,12 @@ class StepTuner:
         workers: int,
         until_s: float,
         most: int,
+        like: str = "",
     ) -> None:
         self.model, self.card, self.bucket, self.most = model, card, bucket, most
         self.workers = workers
         self.start = standing(model.spec, card, bucket)
+        self.guide = standing(model.spec, card, bucket, like)
         self.scenes = [
             Scene(model, card, t, max(contexts(t, "decode")), self.start) for t in tokens
         ]
@@ -134,9 +138,9 @@ class StepTuner:
 
     def run(self) -> None:
         """Settle every choice, then go on from there, then the switches of each matrix."""
-        sizes, stands = matrices(self.model.spec), self.start
+        sizes, guide = matrices(self.model.spec), self.guide
         first: dict[str, list[Any]] = {
-            kind: shortlist(stands[kind], self.bucket, *sizes[kind], most=self.most)
+            kind: [guide[kind], *shortlist(guide[kind], self.bucket, *sizes[kind], most=self.most)]
             for kind in KINDS
         }
         first["decode"] = decodings(self.card, self.model.spec)
@@ -255,6 +259,7 @@ def tune(args: argparse.Namespace) -> None:
         workers=args.workers,
         until_s=begun_s + args.budget_s,
         most=args.most,
+        like=args.like,
     )
     print(f"{card.name}: ready after {time.monotonic() - begun_s:.0f} s", flush=True)
     tuner.run()
@@ -284,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bucket", type=int, choices=sorted(BUCKETS), default=16)
     parser.add_argument("--shape", choices=sorted(CONFIGS), default="qwen2.5-14b")
+    parser.add_argument("--like", default="", help="card whose table says what to try first")
     parser.add_argument("--layers", type=int, default=16, help="of the model (default 16)")
     parser.add_argument("--most", type=int, default=48, help="candidates a matrix (default 48)")
     parser.add_argument("--budget-s", type=float, default=110, help="of the search, start included")

@@ -2,7 +2,7 @@
 temperature, top_k, top_p, min_p, then one inverse CDF a row with a counter-based uniform number.
 
 Nothing here waits for the device, sorts a vocabulary or depends on a value on the host, so a call
-can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 3 for "few", 7 for "full", 14
+can be captured in a CUDA graph. Launches: 2 for "greedy" and "plain", 3 for "few", 7 for "full", 16
 for "typical".
 
 What is promised: a row's token depends on that row alone, bit by bit: not on the number of draws,
@@ -30,6 +30,7 @@ from headrace.kernels.settle import centre_kernel, settle_kernel
 from headrace.kernels.truncation import bracket_kernel, edge_kernel, gather_kernel, kept_kernel
 from headrace.kernels.typical import (
     PIVOTS,
+    bounds_kernel,
     collect_kernel,
     narrow_kernel,
     near_kernel,
@@ -69,8 +70,9 @@ class Scratch:
     moments: Tensor  # [3, draws, chunks] float64
     spans: Tensor  # [draws, 3] int32
     centres: Tensor  # [draws, 2] float32
-    pivots: Tensor  # [2, draws, 8] float32
-    near: Tensor  # [2, draws, chunks, 8] float32
+    pivots: Tensor  # [draws, 8] float32
+    bounds: Tensor  # [draws, 2] float32
+    near: Tensor  # [draws, chunks, 8] float32
     below_mass: Tensor  # [draws, chunks] int64
     limits: Tensor  # [draws] int32
     lefts: Tensor  # [draws] int64
@@ -124,8 +126,9 @@ class Scratch:
             empty(3, draws, chunks, dtype=torch.float64),
             empty(draws, 3),
             empty(draws, 2, dtype=torch.float32),
-            empty(2, draws, PIVOTS.value, dtype=torch.float32),
-            empty(2, draws, chunks, PIVOTS.value, dtype=torch.float32),
+            empty(draws, PIVOTS.value, dtype=torch.float32),
+            empty(draws, 2, dtype=torch.float32),
+            empty(draws, chunks, PIVOTS.value, dtype=torch.float32),
             empty(draws, chunks, dtype=torch.int64),
             empty(draws),
             empty(draws, dtype=torch.int64),
@@ -257,26 +260,33 @@ def _keep_typical(
     assert inputs[0].shape[0] >= draws, "typical_p needs a row of logits for each draw"
     chunks = at.peaks.shape[1]
     room = at.candidates.shape[1]
-    common = {"CHUNKS_PADDED": triton.next_power_of_2(chunks), **common}
+    padded = triton.next_power_of_2(chunks)
+    apart = {key: value for key, value in common.items() if key not in ("VOCAB", "CHUNKS")}
+    common = {"CHUNKS_PADDED": padded, **common}
     spread: dict[str, Any] = {"CHUNK": at.chunk, "num_warps": 16, **common}
     launch(settle_kernel, (chunks, draws),
         *inputs, at.equals, at.edges, at.rooms, at.counts, at.candidates,
         at.kept_mass, at.moments, at.spans, ROOM=room, maxnreg=64, **spread,
     )  # fmt: skip
     launch(centre_kernel, (draws,),
-        *inputs, at.moments, at.centres, at.pivots, num_warps=1, **common,
+        *inputs, at.moments, at.centres, at.pivots, at.bounds, num_warps=1, **common,
     )  # fmt: skip
-    known = (at.edges, at.counts, at.kept_mass, at.centres)
-    for again in (False, True):
+    known = (at.edges, at.counts, at.centres)
+    for _ in range(2):
         launch(narrow_kernel, (chunks, draws),
-            *inputs, *known, at.pivots, at.near, ROOM=room, AGAIN=again, **spread,
+            *inputs, *known, at.pivots, at.near, ROOM=room, **spread,
+        )  # fmt: skip
+        launch(bounds_kernel, (draws,),
+            *inputs[1:], at.edges, at.counts, at.kept_mass, at.pivots, at.near, at.bounds,
+            CHUNKS=chunks, CHUNKS_PADDED=padded, ROOM=room, num_warps=2, **apart,
         )  # fmt: skip
     launch(collect_kernel, (chunks, draws),
-        *inputs, *known, at.pivots, at.near, at.candidates, at.spans, at.below_mass,
+        *inputs, *known, at.bounds, at.candidates, at.spans, at.below_mass,
         ROOM=room, maxnreg=64, **spread,
     )  # fmt: skip
     launch(typical_kernel, (draws,),
-        *inputs, *known, at.candidates.view(torch.float32), at.spans, at.below_mass,
+        *inputs, at.edges, at.counts, at.kept_mass, at.centres,
+        at.candidates.view(torch.float32), at.spans, at.below_mass,
         at.limits, at.lefts, ROOM=room, num_warps=16, **common,
     )  # fmt: skip
     launch(near_kernel, (chunks, draws),

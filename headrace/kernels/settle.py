@@ -7,7 +7,7 @@ import triton.language as tl
 
 from headrace.kernels import pdl
 from headrace.kernels.truncation import KEEP_ALL, kept_of
-from headrace.kernels.typical import FARTHEST, PIVOTS, peak_of, wants_typical
+from headrace.kernels.typical import FARTHEST, PIVOTS, peak_of, wants_typical, widest
 from headrace.kernels.weights import COLUMNS, NEG_INF, ordered, slope, weight
 
 
@@ -101,20 +101,22 @@ def centre_kernel(
     moments,
     centres,
     pivots,
+    bounds,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (draws,). centres [draws, 2] float32: the weighted mean of the logits and what it lacks.
-    pivots [2, draws, PIVOTS] float32: the first distances to weigh, rising: around what it would
-    be if surprises were normally distributed, and the bound of Chebyshev's inequality.
+    pivots [draws, PIVOTS] float32: the first distances to weigh, rising: around what it would be if
+    surprises were normally distributed, and the bound of Chebyshev's inequality. bounds [draws, 2]
+    float32: no distance that matters lies outside.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     draw = tl.program_id(0)
     peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
-    wanted, _, p = wants_typical(table, edits, tl.load(draw_rows + draw), peak)
+    wanted, temperature, p = wants_typical(table, edits, tl.load(draw_rows + draw), peak)
     if wanted:
         stride = tl.num_programs(0) * CHUNKS
         chunk = tl.arange(0, CHUNKS_PADDED)
@@ -126,6 +128,8 @@ def centre_kernel(
         high = centre.to(tl.float32)
         tl.store(centres + draw * 2, high)
         tl.store(centres + draw * 2 + 1, (centre - high.to(tl.float64)).to(tl.float32))
+        tl.store(bounds + draw * 2, -1.0)
+        tl.store(bounds + draw * 2 + 1, widest(centre, peak, temperature))
         sigma = tl.sqrt(tl.maximum(m2 - m1 * m1, 0.0))
         # Winitzki's approximation of the inverse error function.
         p = tl.minimum(tl.maximum(p, 1e-3), 1.0 - 1e-12)

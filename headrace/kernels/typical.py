@@ -6,7 +6,8 @@ largest distance that stays is searched among integers, the bits of a float32 >=
 within it is an integer sum of weights: a row's tokens do not depend on how the work is cut.
 
 Every read of a whole row is spread over its chunks. Two passes weigh (in float32, with the error
-accounted for) what lies within eight distances each; a third gathers the tokens of the bracket
+accounted for) what lies within eight distances each, and a program a row draws the bounds closer
+after each; a third gathers the tokens of the bracket
 that is left, and one program a row finishes among those. Rows that earlier filters left few tokens
 of have them gathered at once. Should a bracket hold more than there is room for, of more than one
 distance, one program searches the whole row: slower, and the same answer.
@@ -114,10 +115,9 @@ def _narrowed(
 
 
 @triton.jit
-def _widest(centre_at, peak, temperature):
-    """No token that weighs anything is farther from the centre than that, float32."""
-    above = peak.to(tl.float64) - tl.load(centre_at).to(tl.float64)
-    above -= tl.load(centre_at + 1).to(tl.float64)
+def widest(centre, peak, temperature):
+    """No token that weighs anything is farther from the float64 centre than that, float32."""
+    above = peak.to(tl.float64) - centre
     below = LIGHTEST * temperature.to(tl.float64) - above
     farthest = tl.maximum(above, below) * 1.0001 + 1e-30
     return tl.minimum(farthest, 3.4028234663852886e38).to(tl.float32)
@@ -132,7 +132,6 @@ def narrow_kernel(
     peaks,
     edges,
     counts,
-    kept_mass,
     centres,
     pivots,
     near,
@@ -141,38 +140,22 @@ def narrow_kernel(
     CHUNKS_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     ROOM: tl.constexpr,
-    AGAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, draws). near [2, draws, chunks, PIVOTS] float32: what lies within each pivot,
-    the peak weighing 1. AGAIN: the second time, with pivots that part what the first time left.
+    """Grid (chunks, draws). near [draws, chunks, PIVOTS] float32: what lies within each pivot, the
+    peak weighing 1.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
     peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
     device_row = tl.load(draw_rows + draw)
-    wanted, temperature, p = wants_typical(table, edits, device_row, peak)
+    wanted, temperature, _ = wants_typical(table, edits, device_row, peak)
     top_k = tl.load(table + device_row * 8 + 1)
     listed = _is_listed(tl.load(edges + draw), tl.load(counts + draw * 2), top_k, ROOM)
     if wanted & (listed == 0):
-        draws = tl.num_programs(1)
         i = tl.arange(0, PIVOTS)
-        if AGAIN:
-            total = row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED)
-            target = least_of(p, total).to(tl.float64) / ONE
-            slack = total.to(tl.float64) * (SLACK / ONE)
-            low, high = _narrowed(
-                -1.0, _widest(centres + draw * 2, peak, temperature), near, pivots, draw,
-                target, slack, CHUNKS, CHUNKS_PADDED,
-            )  # fmt: skip
-            low = tl.maximum(low, 0.0)
-            pivot = low + (high - low) * ((i + 1).to(tl.float32) / (PIVOTS + 1))
-            pivots += draws * PIVOTS
-            near += draws.to(tl.int64) * CHUNKS * PIVOTS
-            tl.store(pivots + draw * PIVOTS + i, pivot, mask=(i >= 0) & (chunk == 0))
-        else:
-            pivot = tl.load(pivots + draw * PIVOTS + i)
+        pivot = tl.load(pivots + draw * PIVOTS + i)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         row = wide + draw.to(tl.int64) * VOCAB
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)
@@ -184,6 +167,50 @@ def narrow_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
+def bounds_kernel(
+    table,
+    edits,
+    draw_rows,
+    peaks,
+    edges,
+    counts,
+    kept_mass,
+    pivots,
+    near,
+    bounds,
+    CHUNKS: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr,
+    ROOM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (draws,). bounds [draws, 2] float32, (low, high]: where the distance must be, closer
+    now by what `near` says of the pivots, which become such that part what is left.
+    """
+    pdl.release(PDL)
+    pdl.wait(PDL)
+    draw = tl.program_id(0)
+    peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    device_row = tl.load(draw_rows + draw)
+    wanted, _, p = wants_typical(table, edits, device_row, peak)
+    top_k = tl.load(table + device_row * 8 + 1)
+    listed = _is_listed(tl.load(edges + draw), tl.load(counts + draw * 2), top_k, ROOM)
+    if wanted & (listed == 0):
+        total = row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED)
+        target = least_of(p, total).to(tl.float64) / ONE
+        low, high = _narrowed(
+            tl.load(bounds + draw * 2), tl.load(bounds + draw * 2 + 1), near, pivots, draw,
+            target, total.to(tl.float64) * (SLACK / ONE), CHUNKS, CHUNKS_PADDED,
+        )  # fmt: skip
+        tl.debug_barrier()  # all have read before any writes
+        tl.store(bounds + draw * 2, low)
+        tl.store(bounds + draw * 2 + 1, high)
+        i = tl.arange(0, PIVOTS)
+        least = tl.maximum(low, 0.0)
+        pivot = least + (high - least) * ((i + 1).to(tl.float32) / (PIVOTS + 1))
+        tl.store(pivots + draw * PIVOTS + i, pivot)
+
+
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def collect_kernel(
     wide,
     table,
@@ -192,10 +219,8 @@ def collect_kernel(
     peaks,
     edges,
     counts,
-    kept_mass,
     centres,
-    pivots,
-    near,
+    bounds,
     candidates,
     spans,
     below_mass,
@@ -206,31 +231,20 @@ def collect_kernel(
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, draws). Of the tokens in the bracket that is left: their logits to candidates;
+    """Grid (chunks, draws). Of the tokens within the bounds: their logits to candidates;
     spans: how many, and the least and largest key of their distances. below_mass [draws, chunks]
-    int64: what is nearer than the bracket.
+    int64: what is nearer than those.
     """
     pdl.release(PDL)
     pdl.wait(PDL)
     chunk, draw = tl.program_id(0), tl.program_id(1)
     peak = peak_of(peaks, draw, CHUNKS, CHUNKS_PADDED)
     device_row = tl.load(draw_rows + draw)
-    wanted, temperature, p = wants_typical(table, edits, device_row, peak)
+    wanted, temperature, _ = wants_typical(table, edits, device_row, peak)
     top_k = tl.load(table + device_row * 8 + 1)
     listed = _is_listed(tl.load(edges + draw), tl.load(counts + draw * 2), top_k, ROOM)
     if wanted & (listed == 0):
-        draws = tl.num_programs(1)
-        total = row_sum(kept_mass, draw, CHUNKS, CHUNKS_PADDED)
-        target = least_of(p, total).to(tl.float64) / ONE
-        slack = total.to(tl.float64) * (SLACK / ONE)
-        low, high = _narrowed(
-            -1.0, _widest(centres + draw * 2, peak, temperature), near, pivots, draw,
-            target, slack, CHUNKS, CHUNKS_PADDED,
-        )  # fmt: skip
-        low, high = _narrowed(
-            low, high, near + draws.to(tl.int64) * CHUNKS * PIVOTS, pivots + draws * PIVOTS, draw,
-            target, slack, CHUNKS, CHUNKS_PADDED,
-        )  # fmt: skip
+        low, high = tl.load(bounds + draw * 2), tl.load(bounds + draw * 2 + 1)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         row = wide + draw.to(tl.int64) * VOCAB
         z = tl.load(row + ids, mask=ids < VOCAB, other=NEG_INF)

@@ -75,9 +75,10 @@ CASES: dict[str, Case] = {
     "widen_kernel edit_kernel moments_kernel sigma_kernel": (
         lambda on: test_edited.test_long_sequences()
     ),
-    "settle_kernel centre_kernel narrow_kernel collect_kernel typical_kernel near_kernel": (
-        lambda on: test_edited.test_rows_that_cannot_be_drawn()
-    ),
+    (
+        "settle_kernel centre_kernel narrow_kernel bounds_kernel collect_kernel typical_kernel "
+        "near_kernel"
+    ): lambda on: test_edited.test_rows_that_cannot_be_drawn(),
     "pool_kernel": lambda on: test_pool.check(DTYPE, 53, [(3, 37), (0, 1), (40, 3)]),
     "chunk_logprobs_kernel row_logprobs_kernel": (
         lambda on: test_logprobs.check(DTYPE, listed=True, vocab=2 * test_logprobs.CHUNK + 3)
