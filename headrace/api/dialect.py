@@ -34,12 +34,15 @@ class Dialect(msgspec.Struct, frozen=True):
     kept: frozenset[int]
     why: str  # for the log
 
-    def parser(self, tools: Toolbox | None, prompt: str) -> Callable[[], Parser] | None:
+    def begun(self, prompt: str, resumed: str) -> bool:
+        """The answer begins inside of reasoning; see `thinking.begun`."""
+        return self.marks is not None and begun(prompt, self.marks, resumed)
+
+    def parser(self, tools: Toolbox | None, inside: bool) -> Callable[[], Parser] | None:
         """Makes the parser of each choice; None if nothing has to be told apart."""
         marks = self.marks
         if marks is None and tools is None:
             return None
-        inside = marks is not None and begun(prompt, marks)
 
         def make() -> Parser:
             thinking = Thinking(marks, inside=inside) if marks is not None else None
@@ -49,19 +52,19 @@ class Dialect(msgspec.Struct, frozen=True):
 
         return make
 
-    def grammar(self, tools: Toolbox, prompt: str, text: Grammar | None) -> Grammar | None:
+    def grammar(self, tools: Toolbox, inside: bool, text: Grammar | None) -> Grammar | None:
         """What keeps an answer to calls, or calls to their schemas. text: what is asked of an
         answer without calls. None: nothing is. Raises InvalidRequest."""
-        way = self._way(prompt)
+        way = self._way(inside)
         if tools.must:
             return call_grammar.forced(way, tools.offers, tools.most)
         if text is None and not tools.bound:
             return None
         return call_grammar.offered(way, tools.offers, tools.most, text)
 
-    def after_thinking(self, prompt: str, grammar: Grammar) -> Grammar:
+    def after_thinking(self, inside: bool, grammar: Grammar) -> Grammar:
         """`grammar` for what comes behind the reasoning."""
-        return call_grammar.after_thinking(self._way(prompt), grammar)
+        return call_grammar.after_thinking(self._way(inside), grammar)
 
     def check_tools(self) -> None:
         """Raise InvalidRequest if this server takes none."""
@@ -70,7 +73,7 @@ class Dialect(msgspec.Struct, frozen=True):
                 "this server was started with --tool-parser none: it takes no tools", param="tools"
             )
 
-    def _way(self, prompt: str) -> Way:
+    def _way(self, inside: bool) -> Way:
         marks = self.marks
         return Way(
             form=self.form,
@@ -78,7 +81,7 @@ class Dialect(msgspec.Struct, frozen=True):
             closes=self.closes,
             thinks=marks.opens if marks else "",
             thought=marks.closes if marks else "",
-            inside=marks is not None and begun(prompt, marks),
+            inside=inside,
             special=self.special,
         )
 
@@ -101,7 +104,7 @@ def find_dialect(
     asked = settings.reasoning_parser
     marks = MARKS.get(marks_of(template) if asked == "auto" else asked)
     opens, closes = list_marks(template) if form == "pythonic" else ("", "")
-    texts = {tokenizer.decode([i], skip_special=False): i for i in tokenizer.special_ids}
+    texts = {tokenizer.id_to_bytes(i).decode("utf-8", "replace"): i for i in tokenizer.special_ids}
     wanted = [*(FORMS[form].marks if form else ()), "</tool_call>", "[ARGS]", "[CALL_ID]", closes]
     wanted += [marks.opens, marks.closes] if marks else []
     kept = frozenset(texts[mark] for mark in wanted if mark in texts)

@@ -106,8 +106,10 @@ async def prepare_chat(
     text, ids = await timed(service, body_bytes if quick else INLINE_BYTES + 1, render)
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
-    grammar = await checked_chat_grammar(service, request, tools, text)
-    parser = service.dialect.parser(tools, text)
+    last = request.messages[-1].content if request.continue_final_message else ""
+    inside = service.dialect.begun(text, last if isinstance(last, str) else "")
+    grammar = await checked_chat_grammar(service, request, tools, inside)
+    parser = service.dialect.parser(tools, inside)
     prepared = _prepared(service, request, info, [ids], limit, "messages", grammar)
     return msgspec.structs.replace(
         prepared,

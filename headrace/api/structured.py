@@ -30,16 +30,19 @@ async def checked_grammar(service: Service, request: Generation) -> Grammar | No
 
 
 async def checked_chat_grammar(
-    service: Service, request: Generation, tools: Toolbox | None, prompt: str
+    service: Service, request: Generation, tools: Toolbox | None, inside: bool
 ) -> Grammar | None:
     """As `checked_grammar`, of a chat: JSON comes behind the reasoning, if the model thinks, and
-    beside or instead of tool calls. Other forms rule the whole output, as it is written."""
+    beside or instead of tool calls. Other forms rule the whole output, as it is written.
+
+    inside: the answer begins inside of reasoning.
+    """
     found, dialect = asked_grammar(request), service.dialect
     if tools is None:
         if found is None:
             return None
         param, grammar = found
-        return await _checked(service, param, dialect.after_thinking(prompt, grammar))
+        return await _checked(service, param, dialect.after_thinking(inside, grammar))
     if found is not None and tools.must:
         if found[0] != "response_format":
             raise InvalidRequest(
@@ -50,7 +53,7 @@ async def checked_chat_grammar(
     if found is not None and found[1].kind != "json":
         return await _checked(service, *found)
     text = found[1] if found is not None else None
-    made = dialect.grammar(tools, prompt, text)
+    made = dialect.grammar(tools, inside, text)
     if made is None:
         return None
     try:
@@ -59,7 +62,7 @@ async def checked_chat_grammar(
         eased = await _eased(service, tools)
         if eased is tools:
             raise
-        made = dialect.grammar(eased, prompt, text)
+        made = dialect.grammar(eased, inside, text)
         assert made is not None, "a grammar was needed before"
         return await _checked(service, "tools", made)
 

@@ -32,8 +32,11 @@ def marks_of(template: str | None) -> str:
     return next((name for name, m in MARKS.items() if template and m.closes in template), "")
 
 
-def begun(prompt: str, marks: Marks) -> bool:
-    """The prompt itself opens the reasoning."""
+def begun(prompt: str, marks: Marks, resumed: str = "") -> bool:
+    """The prompt itself opens the reasoning; resumed: the assistant's text that it ends with."""
+    before, opens, thought = resumed.rpartition(marks.opens)
+    if opens and not before.strip():
+        return marks.closes not in thought
     return prompt.rstrip().endswith(marks.opens)
 
 

@@ -277,6 +277,10 @@ def test_a_template_of_the_request(server: Server) -> None:
     inside = body("hm</think>So.", chat_template="<think>\n")
     message = both(server, inside)["message"]
     assert (message["reasoning"], message["content"]) == ("hm", "So.")
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>Hm, "}]
+    message = both(server, {**inside, "messages": turns, "continue_final_message": True,
+                            "chat_template": "{{ messages[1].content }}"})["message"]  # fmt: skip
+    assert (message["reasoning"], message["content"]) == ("hm", "So.")
     status, answer = server.post(CHAT, {**asked, "chat_template": "{% for %}"})
     assert (status, answer["error"]["param"]) == (400, "chat_template")
 

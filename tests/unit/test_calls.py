@@ -239,3 +239,6 @@ def test_forms_of_templates() -> None:
     assert marks_of(None) == ""
     assert begun("<|im_start|>assistant\n<think>\n", MARKS["think"])
     assert not begun("<think>\n\n</think>\n\n", MARKS["think"])
+    assert begun("q<think>So far", MARKS["think"], "<think>So far")  # a message that is written on
+    assert not begun("q<think>a</think>b", MARKS["think"], "<think>a</think>b")
+    assert not begun("q b <think> c", MARKS["think"], "b <think> c")

@@ -189,5 +189,7 @@ def test_dialects(template: str | None, setting: Any, form: str, native: bool) -
         with pytest.raises(InvalidRequest, match="--tool-parser"):
             found.check_tools()
     thinks = find_dialect(settings, card("</think>"), facts, FAKE)
-    assert thinks.parser(None, "<think>\n") is not None
-    assert found.parser(None, "<think>\n") is None
+    assert thinks.parser(None, True) is not None
+    assert found.parser(None, False) is None
+    assert thinks.begun("<think>\n", "")
+    assert not found.begun("<think>\n", "")
