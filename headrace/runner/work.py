@@ -30,13 +30,13 @@ def head_share(model: Decoder) -> float:
 
 
 def from_cost(cost: StepCost, model: Decoder) -> StepWork:
-    """Of a device whose step time is known."""
+    """Of a device whose step time is known: by steps of which one position gets logits."""
     head = head_share(model)
     return StepWork(
         weights_s=cost.floor_s * (1 - head),
-        token_s=cost.token_s * (1 - head),
+        token_s=cost.token_s,
         head_s=cost.floor_s * head,
-        head_token_s=cost.token_s * head,
+        head_token_s=cost.token_s * head / (1 - head),
         pair_s=cost.pair_s,
         read_s=cost.read_s,
     )
@@ -50,22 +50,23 @@ def measure(
     Runs steps of random tokens in the first KV blocks; who gets them writes them anew.
     """
     _seconds(forward, worker, store, 1)  # memory is touched, buffers are made
-    weights_s = _seconds(forward, worker, store, 1)
-    count = _CHUNK_TOKENS if weights_s < _SLOW_S else _SLOW_CHUNK_TOKENS
+    step_s = _seconds(forward, worker, store, 1)
+    count = _CHUNK_TOKENS if step_s < _SLOW_S else _SLOW_CHUNK_TOKENS
     count = min(count, store.blocks * store.block_size)
-    token_s = min(weights_s, _seconds(forward, worker, store, count) / count)
-    spec = model.spec
-    products = sum(p.numel() for p in model.parameters() if p.ndim == 2)
-    head = head_share(model)
+    chunk_s = _seconds(forward, worker, store, count)
+    spec, head = model.spec, head_share(model)
+    weights_s, head_s = step_s * (1 - head), step_s * head
+    token_s = min(weights_s, max(0.0, chunk_s - head_s) / count)  # one position gets logits
+    products = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
     pairs = 2 * spec.layers * spec.heads * spec.head_dim  # multiplications: scores and values
     kv_bytes = sum(tensor[0].nbytes for tensor in (*store.k, *store.v)) / store.block_size
     return StepWork(
-        weights_s=weights_s * (1 - head),
-        token_s=token_s * (1 - head),
-        head_s=weights_s * head,
-        head_token_s=token_s * head,
+        weights_s=weights_s,
+        token_s=token_s,
+        head_s=head_s,
+        head_token_s=token_s * head / (1 - head),
         pair_s=token_s * pairs / products,
-        read_s=weights_s * kv_bytes / weight_bytes,
+        read_s=step_s * kv_bytes / weight_bytes,
     )
 
 

@@ -6,18 +6,26 @@ import asyncio
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from headrace.api.answer import Answer, Reply
+from headrace.api.completions import CompletionChunks
 from headrace.api.errors import ClientGone
+from headrace.api.exchange import Exchange
 from headrace.api.metering import NO_OUTPUT, Bill, Counts, Meter, parameters_of
-from headrace.engine.client import Job
+from headrace.api.prepare import Prepared
+from headrace.api.stream import EventStream
+from headrace.engine.client import EngineClient, Job, TokenStream
 from headrace.errors import EngineDead, RequestFailed, SetupError, UsageLogFailed
-from headrace.messages import Done, Grammar, Repetition, Rules, Sampling
+from headrace.messages import Done, End, Grammar, Repetition, Rules, Sampling
+from headrace.observe.metrics import ApiMetrics
 from headrace.observe.usage_metrics import UsageMetrics
 from headrace.prices import Prices
+from tests.unit.test_answer_stream import SERVICE
 
 PRICES = Prices(input=1.0, cached=0.25, output=4.0, device_hour=36.0, currency="EUR")
 ANSWER = Counts(11, 3, ["stop"])
@@ -87,6 +95,34 @@ def test_a_record_says_everything(office: Office) -> None:
     assert office.total("headrace_usage_compute_seconds_total") == 2.0
     assert office.total("headrace_usage_cost_total", currency="EUR") == pytest.approx(cost)
     assert office.total("headrace_usage_requests_total", outcome="ok") == 1
+
+
+async def test_the_record_is_written_before_the_end_of_a_stream_leaves(office: Office) -> None:
+    lines_then: list[int] = []
+
+    async def send(message: Any) -> None:
+        if b"[DONE]" in message.get("body", b""):
+            lines_then.append(len(office.lines()))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    jobs = [Job([5] * 100, 20)]
+    bill, metrics = office.bill(jobs[0]), ApiMetrics("m", CollectorRegistry())
+    stream = TokenStream(cast(EngineClient, SimpleNamespace(send_abort=lambda _: None)), 1, 100.0)
+    stream.account = bill
+    stream.opened(1)
+    bill.submitted(1)
+    answer = Answer(SERVICE, Prepared(jobs, 1, [], True, False, []), stream)
+    chunks = CompletionChunks(Reply("cmpl-1", 1, "m", "fp", False, False), 1)
+    response = EventStream(answer, chunks, Exchange("req-1", send), metrics, {}, bill)
+    for token in b"hello":
+        stream.push(0, token)
+    stream.push_end(0, End(1, 0, "length"))
+    stream.push_done(DONE)
+    await response({}, receive, send)
+    assert lines_then == [1]
+    assert office.lines()[0]["output_tokens"] == 5
 
 
 def test_prompts_of_one_request_add_up(office: Office) -> None:
