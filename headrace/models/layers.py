@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from headrace.models.ops import Ops
 from headrace.models.positions import alibi_slopes, rotaries
-from headrace.models.spec import Act, ModelSpec
-
-CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of the activation "clamped" (gpt-oss)
+from headrace.models.spec import CLAMP, CLAMP_SLOPE, Act, ModelSpec
 
 
 def unset(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -259,7 +257,10 @@ class Decoder(nn.Module):
         its matrix may be the embedding."""
         for block in self.blocks:
             assert isinstance(block, Block), "a decoder is made of blocks"
-            for norm, matrix in ((block.attn_norm, block.qkv), (block.ffn_norm, block.ffn)):
+            feed = getattr(block, "ffn", None)  # a routed one reads its norm in two places
+            for norm, matrix in ((block.attn_norm, block.qkv), (block.ffn_norm, feed)):
+                if matrix is None:
+                    continue
                 assert isinstance(norm, RMSNorm), "only an RMS norm is a factor"
                 linear = matrix.gate_up if isinstance(matrix, GatedMlp) else matrix
                 assert isinstance(linear, Linear), "the matrix behind a norm"

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from headrace.models.latent import LatentAttention
     from headrace.models.layers import Attention, Embedding, Linear, Mlp, Norm
+    from headrace.models.routed import RoutedMlp
 
 
 class Ops(Protocol):
@@ -48,6 +50,16 @@ class Ops(Protocol):
 
     def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
         """x + post(mlp(norm(x))), [T, hidden]."""
+
+    def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """Norm, `linear` and, where there is one, the second matrix of q, rotary -> q
+        [T, heads, plain + rope]. The token's line goes to the KV cache. In the place of `qkv`."""
+
+    def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
+        """Each token over its sequence up to itself -> [T, heads * value]."""
+
+    def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
+        """x + mlp(norm(x)), [T, hidden]; what each expert of the layer gets is counted."""
 
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """x [n, hidden] of chosen tokens, weight [vocab, hidden] -> logits [n, vocab], each

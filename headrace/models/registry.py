@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 
 from headrace.errors import ModelError
-from headrace.models.slots import Slot
+from headrace.models.slots import Derived, Slot
 from headrace.sources.labels import CLASSIFIER
 
 if TYPE_CHECKING:
@@ -86,17 +86,23 @@ _TEXT_OF_GEMMA3 = Family(
     ),
     unused=("vision_tower.*", "multi_modal_projector.*"),
 )
+_DEEPSEEK = Family("headrace.models.deepseek")
 _FAMILIES = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
     "GPT2LMHeadModel": _GPT2,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _TEXT_OF_GEMMA3,
     "GemmaForCausalLM": _GEMMA,
+    "GptOssForCausalLM": Family("headrace.models.gpt_oss"),
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": Family("headrace.models.mixtral"),
     "MptForCausalLM": _MPT,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": Family("headrace.models.qwen3_moe"),
     # GGUF
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
@@ -129,6 +135,14 @@ def family_of(architecture: str) -> Family:
 def module_of(architecture: str) -> ModelModule:
     """The module, imported. Raises ModelError for an unknown architecture."""
     return cast(ModelModule, importlib.import_module(family_of(architecture).module))
+
+
+def derived_of(spec: ModelSpec) -> list[Derived]:
+    """What the family's `derived(spec)` says, if it has one: tensors that its slots name and that
+    Hugging Face checkpoints have in another shape."""
+    find = getattr(module_of(spec.architecture), "derived", None)
+    found: list[Derived] = [] if find is None else find(spec)
+    return found
 
 
 def slots_of(spec: ModelSpec) -> list[Slot]:

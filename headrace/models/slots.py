@@ -45,6 +45,25 @@ class Slot(msgspec.Struct, frozen=True):
         return 0.0 if gguf else self.hf_shift
 
 
+class Derived(msgspec.Struct, frozen=True):
+    """A tensor [shape] that the checkpoint has not, made of one that it has, which is then not read
+    itself. `how`:
+
+    rows        rows [start, start + shape[0]) of `source`
+    columns     columns [start, start + shape[1]) of `source`
+    flat        [n, ...] -> [n * ..., last] or, of two axes, [all]
+    transposed  [n, columns, rows] -> [n * rows, columns]
+    mxfp4       of `source`_blocks [n, rows, groups, 16] and `source`_scales [n, rows, groups], see
+                `quant.mxfp4` -> [n * rows, groups * 32]; where there are none, as transposed
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    how: Literal["rows", "columns", "flat", "transposed", "mxfp4"]
+    start: int = 0
+
+
 def head_order(head_dim: int, dims: int = 0, *, paired: bool = False) -> tuple[int, ...]:
     """Of each row of a head of ours, the row that a checkpoint has it in.
 

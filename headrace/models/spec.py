@@ -19,6 +19,7 @@ from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
 from headrace.sources.labels import labels_of
 
+CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of the activation "clamped" (gpt-oss)
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]  # see `layers.gated`, `layers.plain`
 
 
@@ -87,6 +88,16 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     group_score: Literal["best", "two"] = "best"  # of a group: its best, or its best two added
     biases: bool = False  # on the router and in the experts
 
+    @property
+    def shared(self) -> int:
+        """Experts of the routed ones' width that are the shared one."""
+        return self.shared_ffn // self.ffn
+
+    @property
+    def total(self) -> int:
+        """Experts there are."""
+        return self.count + self.shared
+
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
     """Attention through a latent vector (MLA): the cache holds kv_rank + rope_dim numbers a token.
@@ -153,8 +164,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelError(
                 f"the tokenizer has {self.vocab_size} ids, the embedding {self.vocab_rows} rows"
             )
+        if self.experts is not None and self.experts.shared_ffn % self.experts.ffn:
+            raise ModelError(
+                f"a shared expert {self.experts.shared_ffn} wide is not made of experts "
+                f"{self.experts.ffn} wide"
+            )
         if self.kinds and len(self.kinds) != self.layers:
             raise ModelError(f"{self.layers} layers, and kinds of {len(self.kinds)}")
+
+    @property
+    def keys_are_values(self) -> bool:
+        """The cache holds one line a token and layer, which is key and value."""
+        return self.latent is not None
 
     def layer(self, index: int) -> LayerSpec:
         """What layer `index` is."""

@@ -17,9 +17,10 @@ from headrace.engine.protocol import Capacity, Runner
 from headrace.errors import ConfigError
 from headrace.models.features import refuse_missing
 from headrace.models.layers import Decoder
-from headrace.models.registry import module_of, slots_of
+from headrace.models.registry import derived_of, module_of, slots_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import ledger, weights
+from headrace.runner.arranged import Arranged
 from headrace.runner.build_cpu import (
     kernels_info,
     kv_dtype,
@@ -28,7 +29,13 @@ from headrace.runner.build_cpu import (
     make_runner,
     resolve_kernels,
 )
-from headrace.runner.checkpoint import PLAIN_DTYPES, Checkpoint, dtypes_of, open_checkpoint
+from headrace.runner.checkpoint import (
+    PLAIN_DTYPES,
+    Checkpoint,
+    SafetensorsFolder,
+    dtypes_of,
+    open_checkpoint,
+)
 from headrace.runner.phase import Report, phase
 from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
@@ -124,6 +131,7 @@ def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Ru
             block_size=settings.block_size,
             head_dim=spec.head_dim,
             dtype=dtype,
+            keys_are_values=spec.keys_are_values,
         )
     pool = make_pool(settings, loaded.kernels)
     capacity = Capacity(
@@ -191,7 +199,7 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     """What headers and configs tell. Raises as `load_runner` does."""
     spec = read_spec(files)
     wanted = ledger.wanted_model_len(settings, spec)
-    checkpoint = None if settings.load_format == "dummy" else open_checkpoint(files)
+    checkpoint = None if settings.load_format == "dummy" else arranged(files, spec)
     stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
     packed = [] if checkpoint is None else sorted(stored - PLAIN_DTYPES)
     if settings.quantization != "none" and packed:
@@ -205,6 +213,14 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     else:
         dtype = ledger.resolve_dtype(settings, stored, device.flags())
     return Facts(spec, checkpoint, dtype, wanted)
+
+
+def arranged(files: ModelFiles, spec: ModelSpec) -> Checkpoint:
+    """The checkpoint as the family's slots name its tensors. Raises as `open_checkpoint` does."""
+    checkpoint, derived = open_checkpoint(files), derived_of(spec)
+    if derived and isinstance(checkpoint, SafetensorsFolder):
+        return Arranged(checkpoint, derived)
+    return checkpoint
 
 
 def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:

@@ -78,6 +78,13 @@ class SafetensorsFolder:
         rows: Tensor = self._files[name].get_slice(name)[start:stop]
         return rows
 
+    def bytes(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor of bytes. Raises ModelError if it is of another type."""
+        if self.tensors[name].dtype != "U8":
+            raise ModelError(f"tensor {name}: type {self.tensors[name].dtype}, bytes are needed")
+        rows: Tensor = self._files[name].get_slice(name)[start:stop]
+        return rows
+
 
 def _safetensors_files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"

@@ -78,7 +78,8 @@ def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[t
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """K and V of one token in every layer; int8 has a float32 scale for each token and head."""
     line_bytes = spec.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == torch.int8 else 0)
-    return 2 * spec.layers * spec.kv_heads * line_bytes
+    lines = 1 if spec.keys_are_values else 2
+    return lines * spec.layers * spec.kv_heads * line_bytes
 
 
 def wanted_model_len(settings: Settings, spec: ModelSpec) -> Resolved[int]:

@@ -94,8 +94,8 @@ class TorchRunner:
         return self._latest
 
     def counters(self) -> Mapping[str, int]:
-        """Nothing of its own: every step runs alike."""
-        return {}
+        """What the forward counts; every step runs alike."""
+        return self._forward.counters()
 
     def idle(self) -> bool:
         """Nothing is ever put off. See `engine.protocol.Runner`."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from headrace.backends.cpu.attention import Scratch, StepAttention
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.backends.cpu.ops import TorchOps, Turns, Wanted
 from headrace.models.layers import Decoder
+from headrace.models.loads import ExpertLoads
 
 AGAIN_BYTES = 32 * 2**20  # of logits that `again` makes at once
 
@@ -87,6 +88,9 @@ class Forward(Protocol):
     def scores(self, states: Tensor) -> Tensor:
         """What the classification head says of hidden states: [..., labels] float32."""
 
+    def counters(self) -> Mapping[str, int]:
+        """See `engine.protocol.Runner`."""
+
     def close(self) -> None:
         """Free threads and memory."""
 
@@ -98,6 +102,7 @@ class TorchForward:
         self._model, self._store = model, store
         self._scratch = Scratch(store.head_dim, model.dtype)
         self._last: tuple[Tensor, TorchOps] | None = None  # of the last batch, for `again`
+        self.loads = ExpertLoads(model.spec, torch.device("cpu"))
 
     def logits(self, batch: Batch) -> Tensor | None:
         """See `Forward`."""
@@ -115,7 +120,7 @@ class TorchForward:
         self._last = None
         if len(tokens) < batch.ids.numel() and not batch.whole:
             wanted = Wanted(tokens, self._alone(batch) if tokens else step)
-        ops = TorchOps(batch.ids, step, turns, wanted)
+        ops = TorchOps(batch.ids, step, turns, wanted, self.loads.tally)
         hidden = self._model(ops)
         if batch.whole:
             self._last = hidden, ops
@@ -165,6 +170,10 @@ class TorchForward:
     def scores(self, states: Tensor) -> Tensor:
         """See `Forward`."""
         return self._model.scores(states)
+
+    def counters(self) -> Mapping[str, int]:
+        """What the experts of a mixture got."""
+        return self.loads.counters()
 
     def close(self) -> None:
         """Drop the model."""

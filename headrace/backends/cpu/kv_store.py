@@ -26,7 +26,10 @@ def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class KvStore:
-    """K and V of every layer. A block takes memory from its first write on."""
+    """K and V of every layer. A block takes memory from its first write on.
+
+    keys_are_values: one line is both, as in latent attention.
+    """
 
     def __init__(
         self,
@@ -37,12 +40,14 @@ class KvStore:
         block_size: int,
         head_dim: int,
         dtype: torch.dtype,
+        keys_are_values: bool = False,
     ) -> None:
+        assert not (keys_are_values and dtype == torch.int8), "int8 is written by native kernels"
         self.blocks, self.kv_heads = blocks, kv_heads
         self.block_size, self.head_dim = block_size, head_dim
         shape = (blocks + 1, kv_heads, block_size, head_dim)
         self.k = [_zero_pages(shape, dtype) for _ in range(layers)]
-        self.v = [_zero_pages(shape, dtype) for _ in range(layers)]
+        self.v = self.k if keys_are_values else [_zero_pages(shape, dtype) for _ in range(layers)]
         scaled = layers if dtype == torch.int8 else 0  # else there are no scales
         self.k_scales = [_zero_pages(shape[:-1], torch.float32) for _ in range(scaled)]
         self.v_scales = [_zero_pages(shape[:-1], torch.float32) for _ in range(scaled)]
@@ -72,12 +77,14 @@ class KvStore:
         assert not self.k_scales, "int8 is written by native kernels"
         k_lines, v_lines = self.lines(layer)
         k_lines.index_copy_(0, index, k.reshape(-1, self.head_dim))
-        v_lines.index_copy_(0, index, v.reshape(-1, self.head_dim))
+        if self.v is not self.k:
+            v_lines.index_copy_(0, index, v.reshape(-1, self.head_dim))
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target), as if all at once."""
         if not pairs:
             return
         source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        for tensor in (*self.k, *self.v, *self.k_scales, *self.v_scales):
+        values = [] if self.v is self.k else self.v
+        for tensor in (*self.k, *values, *self.k_scales, *self.v_scales):
             tensor.index_copy_(0, target, tensor.index_select(0, source))

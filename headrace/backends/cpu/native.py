@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.forward import AGAIN_BYTES, Batch, Peaks
 from headrace.backends.cpu.kv_store import KvStore
+from headrace.models.latent import LatentAttention
 from headrace.models.layers import (
     Attention,
     Decoder,
@@ -28,6 +29,7 @@ from headrace.models.layers import (
     Norm,
     RMSNorm,
 )
+from headrace.models.routed import RoutedMlp
 from headrace.native import library as abi
 from headrace.native.library import Op, Step
 from headrace.native.pool import Pool
@@ -133,6 +135,18 @@ class Recorder:
         self._product(x, norm, mlp.gate_up, gated, kind=abi.GATED)
         self._product(gated, None, mlp.down, x, flags=abi.ADD)
         return x
+
+    def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """See `Ops`; refused when a model is loaded."""
+        raise AssertionError(_REFUSED)
+
+    def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
+        """See `Ops`; refused when a model is loaded."""
+        raise AssertionError(_REFUSED)
+
+    def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
+        """See `Ops`; refused when a model is loaded."""
+        raise AssertionError(_REFUSED)
 
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """See `Ops`; x of all tokens too: the step says which rows are chosen."""
@@ -373,6 +387,10 @@ class NativeForward:
     def scores(self, states: Tensor) -> Tensor:
         """See `Forward`; the head is never packed."""
         return self._model.scores(states)
+
+    def counters(self) -> Mapping[str, int]:
+        """Nothing: no mixture of experts runs here."""
+        return {}
 
     def close(self) -> None:
         """End the pool; drop weights and buffers."""

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.backends.cpu.attention import Pattern, StepAttention
+from headrace.models.latent import LatentAttention
 from headrace.models.layers import Attention, Embedding, Linear, Mlp, Norm
 from headrace.models.positions import rotate
+from headrace.models.routed import RoutedMlp
 
 # What of `models.features` is computed here.
 COMPUTES = frozenset({
@@ -20,7 +22,7 @@ COMPUTES = frozenset({
     "two rotary embeddings", "rotary frequencies by length", "shared K and V", "sliding window",
     "scaled scores", "soft-capped scores", "attention sinks", "ALiBi", "output bias",
     "MLP without a gate", "MLP of gelu", "MLP of gelu_tanh", "MLP of relu", "MLP of clamped",
-    "MLP bias", "layers of several widths", "soft-capped logits",
+    "MLP bias", "layers of several widths", "soft-capped logits", "experts", "latent attention",
 })  # fmt: skip
 
 Turns = Mapping[str, tuple[Tensor, Tensor]]  # LayerSpec.rope -> cos and sin, each [T, 1, d/2]
@@ -35,11 +37,17 @@ class Wanted(NamedTuple):
 
 
 class TorchOps:
-    """ids [T] int64; wanted: None = every token is."""
+    """ids [T] int64; wanted: None = every token is; tally: see `models.loads`."""
 
     def __init__(
-        self, ids: Tensor, step: StepAttention, turns: Turns, wanted: Wanted | None = None
+        self,
+        ids: Tensor,
+        step: StepAttention,
+        turns: Turns,
+        wanted: Wanted | None = None,
+        tally: Tensor | None = None,
     ) -> None:
+        self._tally = tally
         self._ids, self._step, self._turns, self._wanted = ids, step, turns, wanted
         self._fresh: tuple[Tensor, Tensor] | None = None  # k and v between `qkv` and `attend`
         self._layer = -1  # of the last `qkv`
@@ -106,6 +114,37 @@ class TorchOps:
         """-> x + post(mlp(norm(x)))."""
         added: Tensor = mlp(norm(x))
         return x + (added if post is None else post(added))
+
+    def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """-> q [T, heads, plain + rope]; the lines reach the cache with `attend_latent`."""
+        first, rest = linear(norm(x)).split((attention.q_width, attention.line), dim=-1)
+        if attention.q_norm is not None and attention.q_up is not None:
+            first = attention.q_up(attention.q_norm(first))
+        cos, sin = (t[..., : attention.rope // 2] for t in self._turns["global"])
+        q = first.view(x.shape[0], attention.heads, attention.query)
+        plain, turning = q.split((attention.plain, attention.rope), dim=-1)
+        latent, key = rest[:, None].split((attention.rank, attention.rope), dim=-1)
+        line = torch.cat((attention.kv_norm(latent), rotate(key, cos, sin)), dim=-1)
+        self._fresh, self._layer = (line, line), attention.layer
+        return torch.cat((plain, rotate(turning, cos, sin)), dim=-1)
+
+    def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
+        """-> [T, heads * value]. Queries go to where the lines are: one key for all heads."""
+        assert self._fresh is not None, "attend_latent() follows latent()"
+        k, v = self._fresh
+        self._fresh = None
+        keys, values = attention.up_parts()
+        plain, turned = q.split((attention.plain, attention.rope), dim=-1)
+        wide = torch.cat((torch.einsum("thp,hpr->thr", plain, keys), turned), dim=-1)
+        y = self._step.attend(attention.layer, wide, k, v, Pattern(scale=attention.scale))
+        latents = y.view(*q.shape[:2], -1)[..., : attention.rank]
+        return torch.einsum("thr,hvr->thv", latents, values).reshape(q.shape[0], -1)
+
+    def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
+        """-> x + mlp(norm(x))."""
+        tally = None if self._tally is None else self._tally[layer]
+        added: Tensor = mlp(norm(x), tally)
+        return x + added
 
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """-> logits [n, vocab] float32."""

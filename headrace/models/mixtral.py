@@ -1,0 +1,31 @@
+"""Mixtral: Mistral's attention, a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from headrace.models import hf
+from headrace.models.llama import decoder_slots
+from headrace.models.need import Need
+from headrace.models.qwen3_moe import build, from_gguf, routed_slots
+from headrace.models.slots import Slot
+from headrace.models.spec import Experts, LayerSpec, ModelSpec
+
+__all__ = ["build", "from_gguf", "from_hf", "slots"]
+
+
+def from_hf(config: hf.Config) -> ModelSpec:
+    """See `registry.ModelModule`."""
+    need, fields = Need(config, "config.json"), hf.decoder_fields(config)
+    windows = hf.windows(config, [True] * fields["layers"], config.get("sliding_window"))
+    kinds = windows or (LayerSpec(),) * fields["layers"]
+    experts = Experts(
+        count=need.count("num_local_experts"),
+        chosen=need.count("num_experts_per_tok"),
+        ffn=fields["ffn"],
+    )
+    routed = tuple(LayerSpec(mlp="experts", window=kind.window) for kind in kinds)
+    return ModelSpec(**fields | {"experts": experts, "kinds": routed})
+
+
+def slots(spec: ModelSpec) -> list[Slot]:
+    """Every tensor of the checkpoint."""
+    return routed_slots(spec, decoder_slots(spec), "block_sparse_moe.", ("w1", "w3", "w2"))
