@@ -82,12 +82,16 @@ def run_works(
     limits: Limits | None,
     clock: Clock,
     rows: Rows,
+    facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
-    """Measure each work. Works for which no time is left are named in one row; a work that fails
-    is named with its error, and the next one is tried.
+    """Measure each work. `facts`: what else a row says, asked after its work.
+
+    Works for which no time is left are named in one row; a work that fails is named with its error,
+    and the next one is tried.
     """
     draw = random.Random(0)
     generate(prompts(draw, Work("warm up", 8, 32, 16), shape.vocab), 16, 0.0)
+    facts()
     for at, work in enumerate(works):
         if clock.left_s <= 0:
             rows.say(skipped=[w.name for w in works[at:]], reason="the time budget is spent")
@@ -102,7 +106,7 @@ def run_works(
         except Exception as error:  # whatever an engine raises: the other figures still count
             rows.say(work=work.name, failed=f"{type(error).__name__}: {error}")
         else:
-            rows.say(**figure(work, times_s, shape, limits))
+            rows.say(**figure(work, times_s, shape, limits), **facts())
 
 
 def figure(

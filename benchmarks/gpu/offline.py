@@ -30,7 +30,7 @@ from benchmarks.gpu.drive import (
     process_age_s,
     run_works,
 )
-from benchmarks.gpu.shapes import CONFIGS, shape_of, write_folder
+from benchmarks.gpu.shapes import CONFIGS, Shape, shape_of, write_folder
 from benchmarks.gpu.work import LISTS, MODEL_LEN, Limits
 
 
@@ -140,9 +140,32 @@ def main(
         limits = measure_limits(backend, rows)
         llm = start(folder, settings, "in this process, limits included", rows)
         began_s = time.perf_counter()
-        run_works(generator(llm), chosen, shape_of(shape), limits, clock, rows)
+        hit = ExpertsHit(llm, shape_of(shape))
+        run_works(generator(llm), chosen, shape_of(shape), limits, clock, rows, hit.facts)
         rows.say(measured_s=time.perf_counter() - began_s)
         llm.close()
+
+
+class ExpertsHit:
+    """Routed experts that a step read in a layer, on average since it was asked last."""
+
+    def __init__(self, llm: Any, shape: Shape) -> None:
+        mixture = shape.mixture
+        self._llm = llm
+        self._layers = 0 if mixture is None else shape.layers - mixture.dense_layers
+        self._steps = self._hit = 0
+
+    def facts(self) -> dict[str, float]:
+        """Nothing where the model is no mixture."""
+        if not self._layers:
+            return {}
+        for _ in range(2):  # counts on a card come a call late
+            stats = self._llm._engine.stats()
+            time.sleep(0.1)
+        stats = self._llm._engine.stats()
+        steps, hit = stats.steps - self._steps, stats.runner["experts_hit"] - self._hit
+        self._steps, self._hit = stats.steps, stats.runner["experts_hit"]
+        return {"experts_hit": hit / (steps * self._layers)} if steps else {}
 
 
 def generator(llm: Any) -> Generate:

@@ -20,6 +20,7 @@ from headrace.kernels.attention import LOG2E
 from headrace.kernels.attention_prefill import padded_dim
 from headrace.kernels.chunks import TILE_WORDS, Chunks
 from headrace.kernels.latent import LatentShape, up_parts
+from headrace.kernels.latent_decode import check_lines
 from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
@@ -229,6 +230,7 @@ def gather_lines(
     """The lines of every chunk's positions [0, end), side by side: out [keys, line]."""
     line, n = cache.shape[3], plan.key_firsts.shape[0]
     assert cache.is_contiguous(), "cache layout"
+    check_lines(cache)
     assert tables.is_contiguous(), "tables layout"
     check_output(out, (plan.keys, line))
     launch(gather_lines_kernel, (n, triton.cdiv(plan.longest, _GATHERED)),

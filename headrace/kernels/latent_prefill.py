@@ -17,7 +17,7 @@ from headrace.kernels.attention import LOG2E
 from headrace.kernels.attention_prefill import PrefillScratch, _leave, _sum_parts, padded_dim
 from headrace.kernels.chunks import TILE_WORDS, Chunks
 from headrace.kernels.latent import LatentShape
-from headrace.kernels.latent_decode import latent_reference
+from headrace.kernels.latent_decode import check_lines, latent_reference
 from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output
 
@@ -161,6 +161,7 @@ def latent_prefill(
     check_output(out, (tokens, shape.heads, shape.rank))
     assert cache.is_contiguous(), "cache layout"
     assert cache.shape[1::2] == (1, shape.line), "cache: one line a token"
+    check_lines(cache)
     assert tables.is_contiguous(), "tables layout"
     assert scale > 0, scale
     config = config or latent_prefill_config(q.dtype)

@@ -13,11 +13,13 @@ from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output, check_scale
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(do_not_specialize=["width", "eps"], do_not_specialize_on_alignment=COLUMNS)
 def rotary_write_kernel(
     qkv,
     scale,
     bias,
+    q_gain,
+    k_gain,
     rows,
     positions,
     writes,
@@ -28,8 +30,10 @@ def rotary_write_kernel(
     k,
     v,
     width,
+    eps,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -58,6 +62,20 @@ def rotary_write_kernel(
         column = head[:, None] * D + i[None, :]
         low += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
         high += tl.load(bias + column + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:  # each head of q and k, not of v
+        squares = tl.sum(tl.where(mask, low * low + high * high, 0.0), axis=1)
+        factor = tl.where(head < HEADS + KV_HEADS, tl.rsqrt(squares / D + eps), 1.0)
+        of_q = (head < HEADS)[:, None]
+        of_k = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None]
+        half = i < HALF
+        for part in tl.static_range(2):
+            q_weight = tl.load(q_gain + part * HALF + i, mask=half, other=1.0).to(tl.float32)
+            k_weight = tl.load(k_gain + part * HALF + i, mask=half, other=1.0).to(tl.float32)
+            gain = tl.where(of_q, q_weight[None, :], tl.where(of_k, k_weight[None, :], 1.0))
+            if part == 0:
+                low = low * factor[:, None] * gain
+            else:
+                high = high * factor[:, None] * gain
     position = tl.load(positions + token)
     turned = mask & (head < HEADS + KV_HEADS)[:, None]  # values are not
     angle = position.to(tl.int64) * HALF + i
@@ -118,6 +136,7 @@ def rotary_write(
     *,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     out: Tensor | None = None,
     with_pdl: bool = False,
 ) -> Tensor:
@@ -126,7 +145,8 @@ def rotary_write(
     cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
     layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
     Turned in float32, rounded once. Before that a row is multiplied by scale [T] float32 and gets
-    bias [(heads + 2 kv_heads) d], where they are given.
+    bias [(heads + 2 kv_heads) d], where they are given; then each head of q and of k goes through
+    an RMSNorm: norms = (weight of q [d], of k [d], eps).
     """
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
     every = heads + 2 * kv_heads
@@ -134,6 +154,10 @@ def rotary_write(
     check_scale(scale, tokens)
     if bias is not None:
         check_output(bias, (every * d,))
+    q_gain, k_gain, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    if norms is not None:
+        check_output(q_gain, (d,))
+        check_output(k_gain, (d,))
     check_paged(columns, cos, sin, k, v, tokens, qkv.dtype)
     q = torch.empty(tokens, heads, d, dtype=qkv.dtype, device=qkv.device) if out is None else out
     check_output(q, (tokens, heads, d))
@@ -143,9 +167,10 @@ def rotary_write(
     group = max(1, min(triton.next_power_of_2(every), 1024 // lanes))
     launch(rotary_write_kernel, (tokens, triton.cdiv(every, group)),
         qkv, qkv if scale is None else scale, qkv if bias is None else bias,
-        columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
-        columns.tables.stride(0),
-        SCALED=scale is not None, BIASED=bias is not None,
+        q_gain, k_gain, columns.rows, columns.positions, columns.writes, columns.tables,
+        cos, sin, q, k, v,
+        columns.tables.stride(0), eps,
+        SCALED=scale is not None, BIASED=bias is not None, NORMED=norms is not None,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,
         num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
@@ -163,12 +188,17 @@ def rotary_write_reference(
     *,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """The same in float64 (k and v are written in their own dtype): q [T, heads, d]."""
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
     rows = qkv.double() if scale is None else qkv.double() * scale.double()[:, None]
     parts = (rows if bias is None else rows + bias.double()).view(tokens, -1, d)
     turned, values = parts.split((heads + kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        q_gain, k_gain, eps = norms
+        gain = torch.cat((q_gain.expand(heads, -1), k_gain.expand(kv_heads, -1))).double()
+        turned = turned * (turned.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
     positions = columns.positions.long()
     c, s = cos.double()[positions][:, None], sin.double()[positions][:, None]
     low, high = turned.chunk(2, dim=-1)

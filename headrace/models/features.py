@@ -30,7 +30,7 @@ def features(spec: ModelSpec) -> list[str]:
         "rotary frequencies by length": spec.by_length is not None,
         "shared K and V": any(layer.kv_from >= 0 for layer in kinds),
         "sliding window": any(layer.window for layer in kinds),
-        "scaled scores": any(layer.scale for layer in kinds),
+        "scaled scores": any(layer.scale and layer.attention == "heads" for layer in kinds),
         "soft-capped scores": spec.softcap != 0.0,
         "attention sinks": spec.sinks,
         "ALiBi": spec.alibi != 0.0,

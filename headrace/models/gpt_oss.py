@@ -62,10 +62,10 @@ def slots(spec: ModelSpec) -> list[Slot]:
         found += matrix(f"{ours}router", f"{theirs}router", "", (experts.count, hidden), bias=True)
         theirs += "experts."
         up, down = (experts.count * rows, hidden), (experts.count * hidden, experts.ffn)
-        heads = {"heads": experts.count, "hf_order": order}
+        heads = (0, experts.count, order)
         found += [
-            Slot(f"{ours}gate_up", f"{theirs}gate_up_proj", "", up, **heads),
-            Slot(f"{ours}gate_up_bias", f"{theirs}gate_up_proj_bias", "", up[:1], **heads),
+            Slot(f"{ours}gate_up", f"{theirs}gate_up_proj", "", up, *heads),
+            Slot(f"{ours}gate_up_bias", f"{theirs}gate_up_proj_bias", "", up[:1], *heads),
             Slot(f"{ours}down", f"{theirs}down_proj", "", down),
             Slot(f"{ours}down_bias", f"{theirs}down_proj_bias", "", down[:1]),
         ]

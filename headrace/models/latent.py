@@ -52,12 +52,13 @@ class LatentAttention(nn.Module):
     def up_parts(self) -> tuple[Tensor, Tensor]:
         """kv_up as it makes keys [heads, plain, rank] and values [heads, value, rank]."""
         both = self.kv_up.weight.view(self.heads, self.plain + self.value, self.rank)
-        keys, values = both.split((self.plain, self.value), dim=1)
-        return keys, values
+        return both[:, : self.plain], both[:, self.plain :]
 
 
 class LatentBlock(RoutedBlock):
     """A layer of latent attention, whose feed-forward may be routed."""
+
+    foldable = False  # the latents are normed in between
 
     def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype) -> None:
         super().__init__(spec, index, dtype)

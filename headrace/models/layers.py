@@ -180,7 +180,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer. Another kind of attention or feed-forward overrides that part."""
+    """One decoder layer. Another kind of attention or feed-forward overrides that part.
+
+    foldable: what the first matrix gives may get its norm's factor afterwards.
+    """
+
+    foldable = True
 
     def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -258,7 +263,8 @@ class Decoder(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block), "a decoder is made of blocks"
             feed = getattr(block, "ffn", None)  # a routed one reads its norm in two places
-            for norm, matrix in ((block.attn_norm, block.qkv), (block.ffn_norm, feed)):
+            first = block.qkv if block.foldable else None
+            for norm, matrix in ((block.attn_norm, first), (block.ffn_norm, feed)):
                 if matrix is None:
                     continue
                 assert isinstance(norm, RMSNorm), "only an RMS norm is a factor"

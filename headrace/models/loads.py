@@ -22,6 +22,12 @@ class ExpertLoads:
             shape = (spec.layers, 2, spec.experts.total)
             self.tally = torch.zeros(shape, dtype=torch.int64, device=device)
 
+    def of(self, tally: Tensor) -> ExpertLoads:
+        """Of the same model, with a tally of its own."""
+        other = ExpertLoads.__new__(ExpertLoads)
+        other._routed, other.tally = self._routed, tally
+        return other
+
     def counters(self) -> Mapping[str, int]:
         """`expert_<n>_tokens`, of all layers; `experts_hit`: routed experts that were read, one for
         each step and layer. Waits for the device where the counts are there."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import ModelError
 from headrace.models import hf
-from headrace.models.llama import attention_slots, decoder_slots, matrix, mlp_slots
+from headrace.models.llama import decoder_slots, matrix, mlp_slots
 from headrace.models.need import Need, refuse
 from headrace.models.slots import Slot
 from headrace.models.spec import Experts, LayerSpec, ModelSpec
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from headrace.models.layers import Decoder
 
-__all__ = ["attention_slots", "build", "expert_slots", "from_gguf", "from_hf", "slots"]
+__all__ = ["build", "expert_slots", "from_gguf", "from_hf", "slots"]
 
 
 def from_hf(config: hf.Config) -> ModelSpec:

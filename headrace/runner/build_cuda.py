@@ -13,6 +13,7 @@ from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
 from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore
+from headrace.backends.cuda.latent import LatentPaths, shape_of
 from headrace.backends.cuda.ops import Choose, Place
 from headrace.config import PrefillAttention, Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
@@ -75,12 +76,15 @@ def forward_on(
         head_dim=spec.head_dim,
         dtype=model.dtype,
         device=device,
+        keys_are_values=spec.keys_are_values,
     )
     # An overlapped step may run past the last token of a sequence: two blocks to spare.
     width = -(-plan.max_model_len // plan.block_size) + 2
     state = DeviceState(plan.max_rows, width, store.spare_block, device)
     positions = torch.arange(width * plan.block_size, device=device)
     cos, sin = (t[:, 0].contiguous() for t in model.rotaries["global"](positions, torch.float32))
+    if spec.latent is not None:  # a part of what the cache keeps is turned
+        cos, sin = (t[:, : spec.latent.rope_dim // 2].contiguous() for t in (cos, sin))
     place = Place(
         store=store,
         buffers=buffers,
@@ -90,15 +94,15 @@ def forward_on(
         last=state.last,
         choose=choose or functools.partial(tuned.choose, device_name=card.name),
         pdl=pdl.supported(device),
+        latent=None if spec.latent is None else shape_of(spec),
     )
+    sizes = (card.multiprocessors, plan.max_tokens, plan.max_rows, model.dtype, device)
+    if spec.latent is not None:
+        return Forward(model, place, state, LatentPaths(spec, *sizes), plan.max_tokens)
     heads = tuned.Heads(spec.heads, spec.kv_heads, spec.head_dim)
     attention = Attention(
         spec,
-        card.multiprocessors,
-        plan.max_tokens,
-        plan.max_rows,
-        model.dtype,
-        device,
+        *sizes,
         decoding
         or functools.partial(
             tuned.choose_decoding,

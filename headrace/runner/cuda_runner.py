@@ -102,10 +102,13 @@ class CudaRunner:
 
     def counters(self) -> Mapping[str, int]:
         """Steps by the way they ran (see `runner.forward`); kernels compiled since the start; how
-        many graphs there are, and how many there will be (see `runner.graphs`).
+        many graphs there are, and how many there will be (see `runner.graphs`); what the experts of
+        a mixture got.
         """
-        graphs = self._forward.graphs
-        return self._counts | {
+        graphs, mixture = self._forward.graphs, self._forward.place.buffers.mixture
+        return {
+            **self._counts,
+            **({} if mixture is None else mixture.counters()),
             "jit_compiles": self._forward.compiles,
             "graphs_captured": graphs.captured,
             "graphs_planned": graphs.planned,

@@ -29,6 +29,7 @@ from torch import Tensor
 from headrace.backends.cuda.attention import Attention, StepAttention
 from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable, leading_singles
 from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.latent import LatentPaths, LatentStep
 from headrace.backends.cuda.ops import CudaOps, Place, Wanted
 from headrace.config import Resolved
 from headrace.engine.protocol import Masks
@@ -72,7 +73,7 @@ class Forward:
         model: Decoder,
         place: Place,
         state: DeviceState,
-        attention: Attention,
+        attention: Attention | LatentPaths,
         max_tokens: int,
     ) -> None:
         self.model, self.place, self.state = model, place, state
@@ -208,26 +209,30 @@ class Forward:
         if way == "alone":
             self._logits(source, size, min(size, self._draws), None)
 
-    def _step(self, way: Way, size: int) -> StepAttention:
+    def _step(self, way: Way, size: int) -> StepAttention | LatentStep:
         source, tables = self._inputs[way], self.state.tables
         if way == "alone":
             return self._attention.singles(source.columns(size, tables))
         singles = min(size, MIXED_SINGLES) if way == "mixed" else size
-        return StepAttention(
-            self._attention, source.singles(size, tables), singles, self._chunks.chunks(size)
-        )
+        columns, chunks = source.singles(size, tables), self._chunks.chunks(size)
+        return self._attention.chunked(columns, singles, chunks)
 
     def _ops(
-        self, source: StepInput, tokens: int, step: StepAttention, narrowed: int | None = None
+        self,
+        source: StepInput,
+        tokens: int,
+        step: StepAttention | LatentStep,
+        narrowed: int | None = None,
     ) -> CudaOps:
         columns, wanted = source.columns(tokens, self.state.tables), None
         if narrowed is not None:
             alone = self._attention.singles(source.wanted(narrowed, self.state.tables))
-            wanted = Wanted(source.sources[:narrowed], alone)
+            rows = source.wanted_rows[:narrowed]
+            wanted = Wanted(source.sources[:narrowed], alone, rows)
         return CudaOps(self.place, columns, source.ids[:tokens], step, wanted)
 
     def _layers(
-        self, source: StepInput, tokens: int, step: StepAttention, narrowed: int | None
+        self, source: StepInput, tokens: int, step: StepAttention | LatentStep, narrowed: int | None
     ) -> None:
         """The hidden states of the step's tokens, into the buffer of the residual stream; of those
         that are left where the step is narrowed, into the buffer `chosen`."""
@@ -287,8 +292,9 @@ class Forward:
     def compile(self, workers: int) -> None:
         """Compile every kernel that a step can need, side by side, without running one.
 
-        One layer stands for all: a decoder's layers have one shape.
+        One layer of each kind stands for all: their matrices have one shape.
         """
+        kinds = {kind: i for i, kind in reversed([*enumerate(self.model.spec.every_layer())])}
         with torch.inference_mode(), self.on_stream(), compiling(workers):
             self.sampler.compile(self._input, self.place.buffers.logits)  # the longest first
             needed, later = self._graph_list()
@@ -297,9 +303,13 @@ class Forward:
                 step = self._step(like, min(size, self._sizes[like][-1]))
                 wanted = min(size, self._draws) if way == "eager" else 0
                 ops = self._ops(self._inputs[way], size, step, self._narrowed(way, size, wanted))
-                x = self.model.blocks[0](ops.embed(self.model.embed, self.model.positions), ops)
-                x = self.model.blocks[0](x, ops, last=True)
+                x = ops.embed(self.model.embed, self.model.positions)
+                for layer in kinds.values():
+                    x = self.model.blocks[layer](x, ops)
+                x = self.model.blocks[-1](x, ops, last=True)
                 self.model.logits(x[: self._draws], ops)
+            columns = self._inputs["eager"].columns(2, self.state.tables)
+            self._attention.compile(self.model, columns, self.store.k[0])
             self.pooler.compile()
             self.state.compile()
             self.store.compile()

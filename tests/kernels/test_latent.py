@@ -42,8 +42,8 @@ from tests.kernels.conftest import CUDA, assert_close
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32, torch.float16]
 SHAPES = {
     "even": LatentShape(heads=2, rank=32, nope=16, rope=8, dv=16),
-    "odd": LatentShape(heads=3, rank=24, nope=10, rope=6, dv=12),
-    "groups": LatentShape(heads=18, rank=16, nope=8, rope=4, dv=8),
+    "odd": LatentShape(heads=3, rank=40, nope=24, rope=8, dv=40),
+    "groups": LatentShape(heads=18, rank=16, nope=8, rope=8, dv=8),
 }
 CONFIG = LatentConfig(tile_keys=16, warps=4, stages=2, min_share_keys=16)
 

@@ -117,13 +117,14 @@ class TorchOps:
 
     def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """-> q [T, heads, plain + rope]; the lines reach the cache with `attend_latent`."""
-        first, rest = linear(norm(x)).split((attention.q_width, attention.line), dim=-1)
+        both: Tensor = linear(norm(x))
+        first, rest = both[:, : attention.q_width], both[:, attention.q_width :]
         if attention.q_norm is not None and attention.q_up is not None:
             first = attention.q_up(attention.q_norm(first))
         cos, sin = (t[..., : attention.rope // 2] for t in self._turns["global"])
         q = first.view(x.shape[0], attention.heads, attention.query)
-        plain, turning = q.split((attention.plain, attention.rope), dim=-1)
-        latent, key = rest[:, None].split((attention.rank, attention.rope), dim=-1)
+        plain, turning = q[..., : attention.plain], q[..., attention.plain :]
+        latent, key = rest[:, None, : attention.rank], rest[:, None, attention.rank :]
         line = torch.cat((attention.kv_norm(latent), rotate(key, cos, sin)), dim=-1)
         self._fresh, self._layer = (line, line), attention.layer
         return torch.cat((plain, rotate(turning, cos, sin)), dim=-1)
@@ -134,7 +135,7 @@ class TorchOps:
         k, v = self._fresh
         self._fresh = None
         keys, values = attention.up_parts()
-        plain, turned = q.split((attention.plain, attention.rope), dim=-1)
+        plain, turned = q[..., : attention.plain], q[..., attention.plain :]
         wide = torch.cat((torch.einsum("thp,hpr->thr", plain, keys), turned), dim=-1)
         y = self._step.attend(attention.layer, wide, k, v, Pattern(scale=attention.scale))
         latents = y.view(*q.shape[:2], -1)[..., : attention.rank]

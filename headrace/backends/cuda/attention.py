@@ -30,6 +30,7 @@ from headrace.kernels.columns import StepColumns
 from headrace.kernels.dense_prefill import Span
 from headrace.kernels.tuned import Decoding
 from headrace.messages import StepPlan
+from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
 
 
@@ -124,9 +125,16 @@ class Attention:
         why = f"{set_or_not}for long first chunks, padded to {sizes}; else Triton{more}"
         return Resolved("cudnn", why)
 
+    def compile(self, model: Decoder, columns: StepColumns, cache: Tensor) -> None:
+        """Nothing more: what `mixed` launches, graphs launch too, or it is a library's."""
+
     def singles(self, columns: StepColumns) -> StepAttention:
         """A step in which every token is a query of its own."""
         return StepAttention(self, columns, columns.rows.shape[0], None)
+
+    def chunked(self, columns: StepColumns, singles: int, chunks: Chunks) -> StepAttention:
+        """A step of a captured graph: `singles` tokens alone, then chunks."""
+        return StepAttention(self, columns, singles, chunks)
 
     def mixed(self, columns: StepColumns, plan: StepPlan) -> StepAttention:
         """A step as the plan has it: single tokens first, then chunks."""

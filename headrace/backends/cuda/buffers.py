@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.backends.cuda.dense_chunks import PADDING
+from headrace.backends.cuda.mixture import Mixture
 from headrace.models.spec import ModelSpec
 
 MLP_TOKENS = 4096  # that pass through gate, up and down at once: more gain nothing
@@ -21,8 +22,13 @@ class Buffers:
     def __init__(
         self, spec: ModelSpec, tokens: int, draws: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        q_width = spec.heads * spec.head_dim
-        kv_width = spec.kv_heads * spec.head_dim
+        q_dim = out_dim = spec.head_dim
+        both = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        latent = spec.latent
+        if latent is not None:
+            q_dim, out_dim = latent.plain_dim + latent.rope_dim, latent.value_dim
+            both = (latent.q_rank or spec.heads * q_dim) + latent.kv_rank + latent.rope_dim
+        q_width = spec.heads * q_dim
 
         def rows(count: int, width: int) -> torch.Tensor:
             return torch.zeros((count, width), dtype=dtype, device=device)
@@ -30,18 +36,23 @@ class Buffers:
         self.x = rows(tokens, spec.hidden)
         self.normed = rows(tokens, spec.hidden)
         self.scale = torch.zeros(tokens, dtype=torch.float32, device=device)  # a norm's, a token
-        self.qkv = rows(tokens, q_width + 2 * kv_width)
+        self.qkv = rows(tokens, both)
+        if latent is not None and latent.q_rank:
+            self.q_low, self.q_high = rows(tokens, latent.q_rank), rows(tokens, q_width)
         q = rows(PADDING + tokens + PADDING, q_width)[PADDING : PADDING + tokens]
-        self.q = q.view(tokens, spec.heads, spec.head_dim)
-        self.attended = rows(tokens, q_width).view(tokens, spec.heads, spec.head_dim)
+        self.q = q.view(tokens, spec.heads, q_dim)
+        attended = rows(tokens, spec.heads * out_dim)
+        self.attended = attended.view(tokens, spec.heads, out_dim)
         self.gate_up = rows(min(tokens, MLP_TOKENS), 2 * spec.ffn)
         self.inner = rows(min(tokens, MLP_TOKENS), spec.ffn)
         self.chosen = rows(draws, spec.hidden)  # the stream of tokens whose logits are wanted
-        self.chosen_q = rows(draws, q_width).view(draws, spec.heads, spec.head_dim)
+        self.chosen_q = rows(draws, q_width).view(draws, spec.heads, q_dim)
         self.logits = rows(draws, spec.vocab_size)
+        self.mixture = None if spec.experts is None else Mixture(spec, tokens, dtype, device)
 
     @property
     def size_bytes(self) -> int:
         """All of it."""
         tensors = [t for t in vars(self).values() if isinstance(t, torch.Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        mixture = 0 if self.mixture is None else self.mixture.size_bytes
+        return mixture + sum(t.numel() * t.element_size() for t in tensors)

@@ -1,7 +1,7 @@
 """The tensors of the paged KV cache on a GPU.
 
 One allocation, [layers, 2, blocks + 1, kv_heads, block_size, head_dim]; K and V of a layer are
-views.
+views; where keys are values (latent attention) there is one of them.
 The extra last block belongs to padding: it is written by nobody and stays zero. Beside them the id
 of the token in each slot: whoever shares a block shares its ids, so the sequence of a device row is
 read through the row's table, however its tokens got there.
@@ -29,13 +29,15 @@ class CudaKvStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        keys_are_values: bool = False,
     ) -> None:
         self.blocks, self.kv_heads = blocks, kv_heads
         self.block_size, self.head_dim = block_size, head_dim
-        shape = (layers, 2, blocks + 1, kv_heads, block_size, head_dim)
+        parts = 1 if keys_are_values else 2
+        shape = (layers, parts, blocks + 1, kv_heads, block_size, head_dim)
         self._all = torch.zeros(shape, dtype=dtype, device=device)
         self.k = [self._all[layer, 0] for layer in range(layers)]
-        self.v = [self._all[layer, 1] for layer in range(layers)]
+        self.v = [self._all[layer, parts - 1] for layer in range(layers)]
         self.ids = torch.zeros((blocks + 1, block_size), dtype=torch.int32, device=device)
 
     @property
@@ -64,7 +66,7 @@ class CudaKvStore:
         self._copy(table, on_device)
 
     def _copy(self, table: torch.Tensor, on_device: torch.Tensor) -> None:
-        copy_blocks(self._all[:, 0], self._all[:, 1], table, on_device)
+        copy_blocks(self._all[:, 0], self._all[:, -1], table, on_device)
         copy_blocks(self.ids[None], self.ids[None], table, on_device)
 
     def compile(self) -> None:

@@ -17,18 +17,23 @@ from torch import Tensor
 from headrace.backends.cuda.attention import StepAttention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.latent import LatentStep
 from headrace.kernels.begin import begin
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.gate_up import gate_up
+from headrace.kernels.latent import LatentShape, latent_write
 from headrace.kernels.linear import linear
 from headrace.kernels.product import Config, Workspace
 from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.silu_mul import silu_mul
+from headrace.models.latent import LatentAttention
 from headrace.models.layers import Attention, Embedding, GatedMlp, Linear, Mlp, Norm, RMSNorm
+from headrace.models.routed import RoutedMlp
 
-COMPUTES: frozenset[str] = frozenset()  # of `models.features`: only the plain decoder
+# Of `models.features`, beyond the plain decoder.
+COMPUTES = frozenset({"q and k norms", "experts", "latent attention"})
 _REFUSED = "refused at load: see COMPUTES"
 
 # kind, m tokens, N and K of a weight -> configuration of the kernel for few tokens; None: the
@@ -48,6 +53,7 @@ class Place:
     last: Tensor  # [rows] int32, the token last drawn into each device row
     choose: Choose
     pdl: bool  # kernels start while the one before drains
+    latent: LatentShape | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Wanted:
     attention, each a query of its own whose K and V the cache has."""
 
     places: Tensor
-    attention: StepAttention
+    attention: StepAttention | LatentStep
+    rows: Tensor  # their device rows, [n] int32
 
 
 class CudaOps:
@@ -71,12 +78,12 @@ class CudaOps:
         place: Place,
         columns: StepColumns,
         ids: Tensor,
-        attention: StepAttention,
+        attention: StepAttention | LatentStep,
         wanted: Wanted | None = None,
     ) -> None:
         self._place, self._columns, self._ids = place, columns, ids
         self._attention, self._wanted = attention, wanted
-        self._tokens = ids.shape[0]
+        self._tokens, self._rows = ids.shape[0], columns.rows
 
     def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
         n, k = weight.shape
@@ -118,7 +125,11 @@ class CudaOps:
         k, v = place.store.k[attention.layer], place.store.v[attention.layer]
         out = place.buffers.q[:n]
         config = self._config("qkv", n, weights.weight)
-        if config is not None:
+        norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q_norm, k_norm = attention.q_norm, attention.k_norm
+            norms = q_norm.weight, k_norm.weight, q_norm.eps
+        if config is not None and norms is None:
             return qkv(
                 x,
                 weights.weight,
@@ -134,7 +145,10 @@ class CudaOps:
                 **self._options(config),
             )
         both, scale, bias = place.buffers.qkv[:n], None, weights.bias
-        if norm.folded:
+        if config is not None:
+            gain = (norm.weight, norm.eps)
+            linear(x, weights.weight, norm=gain, out=both, **self._options(config))
+        elif norm.folded:
             scale = self._scale(x, norm)
             torch.mm(x, weights.weight.t(), out=both)
         elif bias is None:
@@ -152,9 +166,47 @@ class CudaOps:
             out.shape[1],
             scale=scale,
             bias=bias,
+            norms=norms,
             out=out,
             with_pdl=place.pdl,
         )
+
+    def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, weights: Linear) -> Tensor:
+        """-> q [T, heads, plain + rope]; the tokens' lines are in the cache."""
+        place, n = self._place, self._tokens
+        assert place.latent is not None, "made for a model of latent attention"
+        both = self._normed_product("qkv", x, norm, weights, place.buffers.qkv[:n])
+        q, kv = both[:, : attention.q_width], both[:, attention.q_width :]
+        if attention.q_norm is not None and attention.q_up is not None:
+            low = place.buffers.q_low[:n]
+            low.copy_(q)
+            q = self._normed_product(
+                "qkv", low, attention.q_norm, attention.q_up, place.buffers.q_high[:n]
+            )
+        return latent_write(
+            q,
+            kv,
+            (attention.kv_norm.weight, attention.kv_norm.eps),
+            self._columns,
+            place.cos,
+            place.sin,
+            place.store.k[attention.layer],
+            place.latent,
+            out=place.buffers.q[:n],
+            with_pdl=place.pdl,
+        )
+
+    def _normed_product(
+        self, kind: str, x: Tensor, norm: Norm, weights: Linear, out: Tensor
+    ) -> Tensor:
+        assert isinstance(norm, RMSNorm), _REFUSED
+        assert weights.bias is None, _REFUSED
+        config = self._config(kind, x.shape[0], weights.weight)
+        if config is not None:
+            gain = (norm.weight, norm.eps)
+            return linear(x, weights.weight, norm=gain, out=out, **self._options(config))
+        normed = rms_norm(x, norm.weight, norm.eps, with_pdl=self._place.pdl)
+        return torch.mm(normed, weights.weight.t(), out=out)
 
     def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops`."""
@@ -162,6 +214,7 @@ class CudaOps:
         if wanted is None:
             return x, q
         self._tokens, self._attention = wanted.places.shape[0], wanted.attention
+        self._rows = wanted.rows
         chosen = self._place.buffers.chosen[: self._tokens]
         chosen_q = self._place.buffers.chosen_q[: self._tokens]
         if self._tokens:
@@ -171,10 +224,17 @@ class CudaOps:
 
     def attend(self, attention: Attention, q: Tensor) -> Tensor:
         """-> [T, heads * d]."""
+        assert isinstance(self._attention, StepAttention), "made for attention by heads"
         store, layer = self._place.store, attention.reads
         out = self._place.buffers.attended[: self._tokens]
         out = self._attention.attend(q, store.k[layer], store.v[layer], out)
         return out.view(self._tokens, -1)
+
+    def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
+        """-> [T, heads * value]."""
+        assert isinstance(self._attention, LatentStep), "made for latent attention"
+        out = self._place.buffers.attended[: self._tokens].view(self._tokens, -1)
+        return self._attention.attend(attention, q, self._place.store.k[attention.layer], out)
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear, post: Norm | None) -> Tensor:
         """-> x + linear(y), in place."""
@@ -221,6 +281,26 @@ class CudaOps:
         torch.mm(x if norm.folded else self._normed(x, norm), weight.t(), out=both)
         silu_mul(both, scale=scale, out=inner, with_pdl=self._place.pdl)
         self._add("down", x, inner, mlp.down)
+
+    def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
+        """-> x + mlp(norm(x)), in place."""
+        place, mixture, n = self._place, self._place.buffers.mixture, self._tokens
+        assert mixture is not None, "made for a mixture"
+        spare = self._columns.tables.shape[0] - 1
+        pieces = -(-n // mixture.tokens)
+        for piece in range(pieces):
+            own = slice(n * piece // pieces, n * (piece + 1) // pieces)
+            mixture.add(
+                layer,
+                x[own],
+                self._normed(x[own], norm),
+                mlp,
+                self._rows[own],
+                spare,
+                place.workspace,
+                with_pdl=place.pdl,
+            )
+        return x
 
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""

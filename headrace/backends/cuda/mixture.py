@@ -1,0 +1,154 @@
+"""The feed-forward layers of a mixture of experts on a GPU: memory, and which kernel does what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.dispatch import DispatchScratch, route_and_dispatch
+from headrace.kernels.experts import (
+    combine,
+    default_config,
+    default_tile_rows,
+    expert_down,
+    expert_gate_up,
+)
+from headrace.kernels.linear import linear
+from headrace.kernels.product import MAX_TOKENS, Config, Workspace
+from headrace.kernels.router import Routing
+from headrace.models.loads import ExpertLoads
+from headrace.models.routed import RoutedMlp
+from headrace.models.spec import CLAMP, Experts, ModelSpec
+
+MIXTURE_TOKENS = 8192  # that pass through a mixture at once: more gain nothing
+# The router's matrix is small: split, so that more than a few multiprocessors read it.
+_ROUTER = Config(block_n=16, block_k=128, warps=4, stages=4, split_k=4)
+
+
+def routing_of(experts: Experts) -> Routing:
+    """As the kernels have it."""
+    return Routing(
+        experts=experts.count,
+        top=experts.chosen,
+        # The softmax of the chosen logits is that of all, divided by the sum of the chosen.
+        scoring="sigmoid" if experts.scores == "sigmoid" else "softmax",
+        renormalise=experts.normed or experts.scores == "chosen",
+        scale=experts.scaling,
+        groups=experts.groups if experts.groups > 1 else 0,
+        top_groups=experts.chosen_groups if experts.groups > 1 else 0,
+        group_pairs=experts.group_score == "two",
+        shared=experts.shared,
+    )
+
+
+class Mixture:
+    """What the routed layers of one model share, for at most `tokens` tokens at once."""
+
+    def __init__(
+        self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert spec.experts is not None, "a mixture without experts"
+        self.routing, tokens = routing_of(spec.experts), min(tokens, MIXTURE_TOKENS)
+        self.tokens, items = tokens, tokens * self.routing.each
+        self._scratch = DispatchScratch(tokens, self.routing, device)
+        self._inner = torch.zeros((items, spec.experts.ffn), dtype=dtype, device=device)
+        self._y = torch.zeros((items, spec.hidden), dtype=dtype, device=device)
+        self._logits = torch.zeros((tokens, self.routing.experts), device=device)
+        assert self._logits.dtype == torch.float32, "torch's default dtype was changed"
+        self.loads = ExpertLoads(spec, device)
+        self._mirror: Mirror | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it."""
+        held = (self._inner, self._y, self._logits)
+        return sum(t.numel() * t.element_size() for t in held) + self._scratch.size_bytes
+
+    def add(
+        self,
+        layer: int,
+        x: Tensor,
+        normed: Tensor,
+        mlp: RoutedMlp,
+        rows: Tensor,
+        spare: int,
+        workspace: Workspace,
+        *,
+        with_pdl: bool,
+    ) -> Tensor:
+        """x [T, hidden] += mlp(normed), T at most `tokens`; rows [T]: those of row `spare` are
+        padding, which no expert sees."""
+        tokens, routing = x.shape[0], self.routing
+        logits = self._route(normed, mlp, workspace, with_pdl=with_pdl)
+        tile_rows = default_tile_rows(tokens, routing)
+        plan = self._scratch.of(tokens, tile_rows)
+        tally = None if self.loads.tally is None else self.loads.tally[layer]
+        route_and_dispatch(
+            logits, routing, plan, correction=mlp.correction, rows=rows, spare=spare,
+            tally=tally, with_pdl=with_pdl,
+        )  # fmt: skip
+        total, items, hidden = routing.total, tokens * routing.each, x.shape[1]
+        ffn, config = mlp.spec.ffn, default_config(tile_rows)
+        inner, y = self._inner[:items], self._y[:items]
+        up_bias = None if mlp.gate_up_bias is None else mlp.gate_up_bias.view(total, 2 * ffn)
+        down_bias = None if mlp.down_bias is None else mlp.down_bias.view(total, hidden)
+        expert_gate_up(
+            normed, mlp.gate_up.view(total, 2 * ffn, hidden), plan, bias=up_bias,
+            limit=CLAMP if mlp.act == "clamped" else 0.0, out=inner, config=config,
+            with_pdl=with_pdl,
+        )  # fmt: skip
+        expert_down(
+            inner, mlp.down.view(total, hidden, ffn), plan, bias=down_bias, out=y, config=config,
+            with_pdl=with_pdl,
+        )  # fmt: skip
+        return combine(y, plan, residual=x, out=x, with_pdl=with_pdl)
+
+    def _route(
+        self, normed: Tensor, mlp: RoutedMlp, workspace: Workspace, *, with_pdl: bool
+    ) -> Tensor:
+        """-> logits [T, experts] float32."""
+        router, logits = mlp.router, self._logits[: normed.shape[0]]
+        if normed.shape[0] <= MAX_TOKENS:
+            return linear(
+                normed, router.weight, bias=router.bias, out=logits, config=_ROUTER,
+                workspace=workspace, with_pdl=with_pdl,
+            )  # fmt: skip
+        if normed.dtype == torch.float32 or not normed.is_cuda:
+            torch.mm(normed.float(), router.weight.float().t(), out=logits)
+        else:
+            torch.mm(normed, router.weight.t(), out_dtype=torch.float32, out=logits)
+        if router.bias is not None:
+            logits += router.bias.float()
+        return logits
+
+    def counters(self) -> Mapping[str, int]:
+        """See `loads.ExpertLoads`, as they were a call or two ago: nobody waits for the device."""
+        if self.loads.tally is None or not self.loads.tally.is_cuda:
+            return self.loads.counters()
+        if self._mirror is None:
+            pinned = torch.zeros_like(self.loads.tally, device="cpu").pin_memory()
+            shown = self.loads.of(pinned.clone())
+            self._mirror = Mirror(pinned, shown, None)
+        return self._mirror.counters(self.loads.tally)
+
+
+@dataclasses.dataclass
+class Mirror:
+    """Counts on their way to the host: a copy is shown once it is there, then the next begins."""
+
+    pinned: Tensor
+    shown: ExpertLoads
+    copied: torch.cuda.Event | None
+
+    def counters(self, tally: Tensor) -> Mapping[str, int]:
+        """The last that arrived."""
+        assert self.shown.tally is not None, "made of a tally"
+        if self.copied is None or self.copied.query():
+            self.shown.tally.copy_(self.pinned)
+            self.pinned.copy_(tally, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        return self.shown.counters()
