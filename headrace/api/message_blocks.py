@@ -19,6 +19,7 @@ from headrace.api.schemas import (
 )
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
+from headrace.grammar.asked import StructuredOutputs
 from headrace.text.parts import Arguments, Call, Part, Reasoning, Text
 
 Blocks = str | list[dict[str, Any]]
@@ -111,6 +112,7 @@ class Messages(Countable, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Int64 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 # Chat's name of a field -> Anthropic's.

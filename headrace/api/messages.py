@@ -148,6 +148,7 @@ async def create(request: Request) -> ASGIApp:
     service = service_of(request)
     raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
     body, unknown = parse(Messages, raw, strict=service.settings.strict)
+    _check_thinking(service, body)
     with renamed(NAMES):
         user = body.metadata.user_id if body.metadata is not None else None
         more = {"stop": body.stop_sequences, "user": user}
@@ -184,12 +185,20 @@ def _limited(prepared: Prepared, body: Messages) -> tuple[Prepared, bool]:
     return msgspec.structs.replace(prepared, jobs=[job]), capped
 
 
+def _check_thinking(service: Service, body: Countable) -> None:
+    """Adaptive thinking leaves it to the model; enabled thinking asks for it."""
+    asked = body.thinking is not None and body.thinking.type == "enabled"
+    if asked and service.dialect.marks is None:
+        raise InvalidRequest("thinking: this model does not think", param="thinking")
+
+
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt has. Raises as `create`, but for what the engine says."""
     service = service_of(request)
     raw, _ = await read_body(request, service.settings.max_body_bytes)
     body, unknown = parse(Countable, raw, strict=service.settings.strict)
     service.check_model(body.model)
+    _check_thinking(service, body)
     count = await asyncio.to_thread(_count, service, raw, body)
     content = encode_json({"input_tokens": count})
     return Response(content, headers=ignored(unknown), media_type="application/json")

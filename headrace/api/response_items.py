@@ -12,6 +12,7 @@ from msgspec import Meta
 from headrace.api.schemas import MAX_LOGPROBS, MAX_SALT, MAX_STOP_IDS, MAX_USER, Count, Int64
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
+from headrace.grammar.asked import StructuredOutputs
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"  # reasoning comes back as it is: nothing to encrypt
@@ -99,6 +100,7 @@ class Responses(Draws, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Int64 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

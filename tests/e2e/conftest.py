@@ -1,4 +1,4 @@
-"""A server that several files of tests share: a start costs seconds."""
+"""Servers that several files of tests share: a start costs seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import Server
 
 CONTEXT_TOKENS = 2048
@@ -23,3 +24,18 @@ def shared_server() -> Iterator[Server]:
     ) as running:
         yield running
         running.wait_idle()
+
+
+@pytest.fixture(scope="session")
+def thinking_server() -> Iterator[Server]:
+    """The fake model as one that thinks."""
+    with Server(fake_step_ms=0.2, reasoning_parser="think") as running:
+        yield running
+        running.wait_idle()
+
+
+@pytest.fixture(scope="session")
+def default_server() -> Iterator[ServeProcess]:
+    """`headrace serve` as it comes: the default model on this machine's processor."""
+    with ServeProcess("--backend", "cpu", "--max-model-len", "2048", "--seed", "1") as running:
+        yield running

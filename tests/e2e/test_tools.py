@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -27,13 +26,9 @@ FIRST = '<tool_call>\n{"name": "get", "arguments": {"city":"Ro\\u006de","days":1
 SECOND = '<tool_call>\n{"name": "now", "arguments": { }}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(
-        fake_step_ms=0.2, reasoning_parser="think", trust_request_chat_template=True
-    ) as running:
-        yield running
-        running.wait_idle()
+@pytest.fixture
+def server(thinking_server: Server) -> Server:
+    return thinking_server
 
 
 def body(text: str | None = None, **fields: Any) -> dict[str, Any]:
