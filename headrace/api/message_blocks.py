@@ -28,7 +28,7 @@ Blocks = str | list[dict[str, Any]]
 class Turn(msgspec.Struct, frozen=True):
     """One message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
@@ -149,8 +149,8 @@ def chat_fields(body: Countable) -> dict[str, Any]:
 
 def _turns(turn: Turn, where: str) -> list[dict[str, Any]]:
     """A turn as chat has it: results of tools are turns of their own, before the user's text."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
+    if isinstance(turn.content, str) or turn.role == "system":
+        return [{"role": turn.role, "content": _text(turn.content, f"{where}.content")}]
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []

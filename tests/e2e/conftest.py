@@ -36,6 +36,7 @@ def thinking_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[ServeProcess]:
-    """`headrace serve` as it comes: the default model on this machine's processor."""
-    with ServeProcess("--backend", "cpu", "--max-model-len", "2048", "--seed", "1") as running:
+    """The default model on this machine's processor, in float32: equal prompts, equal answers."""
+    options = ("--backend", "cpu", "--dtype", "float32", "--max-model-len", "2048")
+    with ServeProcess(*options) as running:
         yield running

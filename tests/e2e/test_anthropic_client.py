@@ -117,6 +117,8 @@ def test_system_and_blocks_render_as_chat_does(client: Anthropic, server: Server
         ],
     ).input_tokens
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"}]
+    within = server.post(PATH + "/count_tokens", {"messages": turns})[1]["input_tokens"]
+    assert within == count
     assert count == server.post("/tokenize", {"messages": turns})[1]["count"]
 
 

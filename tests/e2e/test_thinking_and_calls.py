@@ -135,7 +135,7 @@ def test_messages(server: Server) -> None:
         whole = client.messages.create(**for_messages(), extra_body=saying(SAID))
         with client.messages.stream(**for_messages(), extra_body=saying(SAID)) as stream:
             streamed = stream.get_final_message()
-        thinking, text, get, now = whole.to_dict()["content"]  # type: ignore[misc]
+        thinking, text, get, now = whole.to_dict()["content"]
         assert (thinking["type"], thinking["thinking"]) == ("thinking", "Let me see.")
         assert text["text"] == "I look."
         assert [(c["name"], c["input"]) for c in (get, now)] == [
