@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,8 @@ def shared_server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def thinking_server() -> Iterator[Server]:
     """The fake model as one that thinks."""
-    with Server(fake_step_ms=0.2, reasoning_parser="think") as running:
+    options: dict[str, Any] = {"reasoning_parser": "think", "trust_request_chat_template": True}
+    with Server(fake_step_ms=0.2, **options) as running:
         yield running
         running.wait_idle()
 
