@@ -92,6 +92,8 @@ class Job(Protocol):
     def priority(self) -> int: ...
     @property
     def grammar(self) -> Any: ...
+    @property
+    def pooling(self) -> str | None: ...
 
 
 class Counted(Protocol):
@@ -349,6 +351,8 @@ class Bill:
 
 def parameters_of(job: Job) -> dict[str, Any]:
     """How it was drawn: no text, no ids."""
+    if job.pooling is not None:
+        return {"pooling": job.pooling, "priority": job.priority}
     sampling = job.sampling
     out: dict[str, Any] = {"max_tokens": job.max_tokens, "n": job.n, "priority": job.priority}
     for name in Sampling.__struct_fields__:

@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from headrace.api.exchange import exchange_of
 from headrace.api.generate import ignored
+from headrace.api.metering import NO_OUTPUT
 from headrace.api.moderate import labelled, moderated
 from headrace.api.prepare import split_prompt, timed
-from headrace.api.schemas import MAX_SALT, Int64
+from headrace.api.schemas import MAX_SALT, MAX_USER, Int64
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import watch_client
 from headrace.engine.client import Job
@@ -29,7 +30,7 @@ MAX_INPUTS = 2048  # OpenAI's limit of /v1/embeddings
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     """What the bodies share. None means: not given."""
 
-    HARMLESS: ClassVar[frozenset[str]] = frozenset({"user", "metadata"})
+    HARMLESS: ClassVar[frozenset[str]] = frozenset({"metadata"})
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncate_prompt_tokens": (None,),
         "mm_processor_kwargs": (None, {}),
@@ -39,6 +40,7 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     add_special_tokens: bool | None = None
     priority: Int64 | None = None
+    user: Annotated[str, Meta(max_length=MAX_USER)] | None = None  # for the usage log
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
 
 
@@ -125,27 +127,25 @@ async def vectors(
     prompts = inputs.ids
     tokens, cached, first_s = sum(map(len, prompts)), 0, 0.0
     rows = service.client.require().max_num_seqs
-    for begin in range(0, len(prompts), rows):
-        jobs = [
-            Job(
-                prompt,
-                0,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-                pooling=pooling,
-            )
-            for prompt in prompts[begin : begin + rows]
-        ]
-        stream = service.client.submit(jobs, exchange.arrived_s)
-        stream.first_token_s = first_s
-        async with stream, watch_client(request.receive, stream):
-            exchange.tokens = stream
-            try:
-                raw += await stream.pooled()
-            finally:
-                cached += stream.cached_tokens
-                exchange.detail = f" prompt={tokens} cached={cached} vectors={len(raw)}"
-        first_s = stream.first_token_s
+    like = Job(
+        [], 0, priority=body.priority or 0, cache_salt=body.cache_salt or "", pooling=pooling
+    )
+    bill = service.meter.open(exchange, body.user or "", [like], tokens)
+    with bill.covering(NO_OUTPUT):
+        for begin in range(0, len(prompts), rows):
+            some = prompts[begin : begin + rows]
+            jobs = [msgspec.structs.replace(like, prompt=prompt) for prompt in some]
+            stream = service.client.submit(jobs, exchange.arrived_s, bill)
+            stream.first_token_s = first_s
+            async with stream, watch_client(request.receive, stream):
+                exchange.tokens = stream
+                try:
+                    raw += await stream.pooled()
+                finally:
+                    cached += stream.cached_tokens
+                    exchange.detail = f" prompt={tokens} cached={cached} vectors={len(raw)}"
+            first_s = stream.first_token_s
+        await bill.close(NO_OUTPUT)
     return Vectors(raw, tokens, cached, inputs.labels)
 
 

@@ -137,6 +137,17 @@ def test_b086_what_clients_gave_up_is_counted_everywhere(server: Metered) -> Non
     assert metric("headrace_usage_tokens_total", kind="output") == output + told
 
 
+def test_vectors_are_metered(server: Metered) -> None:
+    body = {"input": ["one", "another"], "user": "ann"}
+    status, answer = server.ask("/v1/embeddings", body, "vectors")
+    record = server.records()["vectors"]
+    assert (status, record["status"], record["user"]) == (200, 200, "ann")
+    assert record["input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert (record["output_tokens"], record["finish"]) == (0, [])
+    assert record["compute_s"] > 0
+    assert record["parameters"] == {"pooling": "mean", "priority": 0}
+
+
 def test_refused_requests_leave_no_record(server: Metered) -> None:
     assert server.ask(TEXT, {"prompt": "x", "max_tokens": 10**9}, "wrong")[0] == 400
     assert server.ask(TEXT, {"prompt": "x", "user": 5}, "user")[0] == 400
