@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -95,7 +96,7 @@ def _operation(
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     summary = (route.endpoint.__doc__ or "").partition("\n")[0]
     operation: dict[str, Any] = {
-        "operationId": f"{method.lower()}_{route.endpoint.__name__}",
+        "operationId": method.lower() + re.sub(r"\W+", "_", path).rstrip("_"),
         "summary": summary,
         "responses": {
             "200": {"description": "the answer", "content": answers},

@@ -14,6 +14,7 @@ import asyncio
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def resuming(handler: Handler) -> Handler:
     """A route that begins streams: a request that names the event it saw last goes on with that
     stream; its body is not read."""
 
+    @wraps(handler)
     async def resume_or_begin(request: Request) -> ASGIApp:
         given = request.headers.get(LAST)
         if not given or not service_of(request).streams.enabled:

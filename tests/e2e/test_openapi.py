@@ -29,9 +29,12 @@ def document(server: Server) -> dict[str, Any]:
 
 def test_every_route_and_every_body(document: dict[str, Any]) -> None:
     for route in ROUTES:
-        operations = document["paths"][route.path.replace(":path}", "}")]
+        methods = document["paths"][route.path.replace(":path}", "}")]
         for method in (route.methods or set()) - {"HEAD"}:
-            assert ("requestBody" in operations[method.lower()]) == (method == "POST"), route.path
+            assert ("requestBody" in methods[method.lower()]) == (method == "POST"), route.path
+    operations = [one for methods in document["paths"].values() for one in methods.values()]
+    assert all(operation["summary"] for operation in operations)
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
     for path, (kind, streams) in BODIES.items():
         operation = document["paths"][path]["post"]
         shape = operation["requestBody"]["content"]["application/json"]["schema"]
