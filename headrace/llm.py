@@ -33,6 +33,7 @@ from headrace.pooled import Classification, Embedding, classified, embedded
 from headrace.progress import Bar
 from headrace.sources.card import read_card
 from headrace.text.choice import ChoiceText
+from headrace.text.conversation import asked_of
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import load_tokenizer
 from headrace.vectors import (
@@ -111,7 +112,8 @@ class LLM:
         progress: bool | None = None,
         **template: Any,
     ) -> list[Completion]:
-        """Answer one conversation, or each of a list of them. `template`: more for the template.
+        """Answer one conversation, or each of a list of them. `template`: more for the template,
+        such as tools or documents; docs/tools.md says what one that lacks them is given.
 
         Otherwise as `generate`; without max_tokens an answer may fill the context.
         """
@@ -287,7 +289,7 @@ class LLM:
         many = [messages] if isinstance(messages[0], Mapping) else messages
         for conversation in many:
             _check_messages(conversation)
-        texts = [self._template.render(conversation, **template) for conversation in many]
+        texts = [self._template.prompt(asked_of(turns, template)) for turns in many]
         return self._tokenizer.encode_batch(texts, add_special=False)
 
     def _prepare(

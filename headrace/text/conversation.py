@@ -45,6 +45,14 @@ class Asked(msgspec.Struct, frozen=True):
     kwargs: dict[str, Any] = {}
 
 
+def asked_of(turns: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Asked:
+    """`given`: tools, documents and flags by their names; all else are the template's variables."""
+    names = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+    known = {name: given[name] for name in names if given.get(name) is not None}
+    rest = {name: value for name, value in given.items() if name not in names}
+    return Asked([dict(turn) for turn in turns], **known, kwargs=rest)
+
+
 def fitted(asked: Asked, facts: TemplateFacts, native: bool) -> list[Turn]:
     """The turns as a template with these facts can show them; native: it shows tools and calls.
 
@@ -71,7 +79,7 @@ def with_system(turns: Sequence[Turn], text: str) -> list[Turn]:
 
 def with_tools(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """The tools in the system message."""
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return with_system(turns, TOOLS.format(tools=lines))
 
 
@@ -96,7 +104,7 @@ def without_calls(turns: Sequence[Turn]) -> list[Turn]:
                 out.append({"role": "user", "content": text, "results": True})
         elif turn.get("tool_calls"):
             texts = [turn["content"]] if turn.get("content") else []
-            texts += [_call_text(call["function"]) for call in turn["tool_calls"]]
+            texts += [_call_text(call) for call in turn["tool_calls"]]
             rest = {key: value for key, value in turn.items() if key != "tool_calls"}
             out.append({**rest, "content": "\n".join(texts)})
         else:
@@ -125,7 +133,7 @@ def without_system(turns: Sequence[Turn]) -> list[Turn]:
             "directly behind it to put its text into",
             param="messages",
         )
-    texts = [str(turn["content"]) for turn in turns[: count + 1]]
+    texts = [str(turn.get("content") or "") for turn in turns[: count + 1]]
     merged = {**turns[count], "content": "\n\n".join(text for text in texts if text)}
     return [merged, *turns[count + 1 :]]
 
@@ -140,10 +148,13 @@ def in_parts(turns: Sequence[Turn]) -> list[Turn]:
     ]
 
 
-def _call_text(function: Mapping[str, Any]) -> str:
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest("tool_calls: function.name is missing", param="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # else shown as the text that it is
             arguments = json.loads(arguments or "{}")
-    call = {"name": function["name"], "arguments": arguments}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+    shown = {"name": function["name"], "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(shown, ensure_ascii=False)}\n</tool_call>"

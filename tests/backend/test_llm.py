@@ -163,6 +163,18 @@ def test_chat(llm: LLM) -> None:
     assert len(open_ended.prompt_token_ids) + len(open_ended.token_ids) == 256
 
 
+def test_what_a_template_lacks_is_said_in_words(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    tool = {"type": "function", "function": {"name": "look_up"}}
+    (ids,) = llm._render(turns, {"tools": [tool], "documents": [{"title": "T"}]})
+    shown = bytes(i for i in ids if i < 256).decode()
+    assert '{"name": "look_up"}' in shown
+    assert '[1] {"title": "T"}' in shown
+    call = {"role": "assistant", "tool_calls": [{"function": {}}]}
+    with pytest.raises(InvalidRequest, match=r"function\.name"):
+        llm._render([*turns, call], {})
+
+
 def test_stream_is_generate_in_pieces(llm: LLM) -> None:
     params = greedy(max_tokens=50)
     whole = llm.generate("go on", params)[0].text
