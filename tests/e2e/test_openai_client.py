@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from tests.e2e.serving import Server
 
@@ -75,6 +78,18 @@ def test_only_probes_need_no_key(server: Server) -> None:
         status, headers, _ = server.request("GET", "/version", headers={"authorization": key})
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
     assert server.request("GET", "/version", headers={"authorization": "bearer sesame"})[0] == 200
+
+
+def test_a_websocket_needs_the_key_too(server: Server) -> None:
+    url = f"ws://127.0.0.1:{server.port}/v1/chat/ws"
+    with pytest.raises(InvalidStatus) as refused, connect(url, proxy=None):
+        pass
+    assert refused.value.response.status_code == 401
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": False}
+    for name, value in (("authorization", "Bearer sesame"), ("x-api-key", "sesame")):
+        with connect(url, proxy=None, additional_headers={name: value}) as socket:
+            socket.send(json.dumps(body))
+            assert json.loads(socket.recv(timeout=30))["type"] == "response"
 
 
 async def test_a_crowd_of_which_a_third_leaves(server: Server) -> None:
