@@ -19,6 +19,7 @@ from headrace.api.response_items import Responses
 from headrace.api.schemas import Chat, Completion, Detokenize, Tokenize
 from headrace.api.score import Score
 from headrace.api.service import encode_json, service_of
+from headrace.api.turns import ROLES
 
 # Path of a POST -> its body, and whether `stream` makes its answer a stream of events
 BODIES: Mapping[str, tuple[type[msgspec.Struct], bool]] = {
@@ -69,6 +70,7 @@ def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
         fields = component.get("properties", {})
         if "model" in fields:  # null where it may be left out
             fields["model"] = {"enum": [model, None] if "default" in fields["model"] else [model]}
+    components["Message"]["properties"]["role"]["enum"] = list(ROLES)
     bodies = dict(zip(kinds, shapes, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

@@ -54,6 +54,7 @@ def test_every_route_and_every_body(document: dict[str, Any]) -> None:
         ("/v1/completions", {"prompt": "x", "model": "another"}, False),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, True),
         ("/v1/chat/completions", {"messages": []}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, False),
         ("/v1/chat/completions", {"messages": [{"role": "user"}], "temperature": 3}, False),
         ("/v1/responses", {"input": "x"}, True),
         ("/v1/responses", {"input": 1}, False),
