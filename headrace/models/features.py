@@ -17,6 +17,7 @@ def features(spec: ModelSpec) -> list[str]:
     kinds = spec.every_layer()
     names = {layer.rope for layer in kinds}
     asked = {
+        "AltUp": spec.altup is not None,
         "scaled embedding": spec.embed_scale != 1.0,
         "learned positions": spec.learned_positions > 0,
         "layer norm": spec.norm == "layer",
@@ -25,6 +26,7 @@ def features(spec: ModelSpec) -> list[str]:
         "latent attention": any(layer.attention == "latent" for layer in kinds),
         "clipped q, k and v": spec.qkv_clip != 0.0,
         "q and k norms": spec.qk_norm,
+        "v norms": spec.v_norm,
         "layers without rotary embedding": "none" in names,
         "two rotary embeddings": {"global", "local"} <= names,
         "rotary frequencies by length": spec.by_length is not None,

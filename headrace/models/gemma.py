@@ -35,9 +35,9 @@ _LARGE = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models: they scale sc
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
     name = hf.architecture(config)
-    text = dict(config.get("text_config") or config) | {"architectures": [name]}
     if name.startswith("Gemma3"):
-        return _gemma3(_GEMMA3 | text)
+        return _gemma3(text_of(config, _GEMMA3))
+    text = text_of(config, {})
     fields = _fields(text)
     if name == "GemmaForCausalLM":
         return ModelSpec(**fields)
@@ -73,20 +73,29 @@ def _scaled(kinds: Sequence[LayerSpec], scale: float) -> tuple[LayerSpec, ...]:
     return tuple(msgspec.structs.replace(kind, scale=scale) for kind in kinds)
 
 
-def _gemma3(text: dict[str, Any]) -> ModelSpec:
+def text_of(config: hf.Config, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that says what the text model is, with its class's defaults."""
+    text = dict(config.get("text_config") or config)
+    return defaults | text | {"architectures": [hf.architecture(config)]}
+
+
+def ropes_of(text: hf.Config) -> tuple[dict[str, Any], Rope]:
+    """What the config says of the global rotary embedding, and the local one."""
     ropes = text.get("rope_parameters") or {}
     if "full_attention" in ropes:
         rope, local = ropes["full_attention"], ropes.get("sliding_attention") or {}
     else:
         rope, local = ropes or text.get("rope_scaling") or {}, {}
-    rope = {"rope_theta": text["rope_theta"]} | rope
     theta = local.get("rope_theta") or text.get("rope_local_base_freq") or _LOCAL_THETA
     scaled = local.get("rope_type", "default") != "default"
-    capped = text.get("attn_logit_softcapping")
-    refuse(
-        hf.architecture(text),
-        {"attn_logit_softcapping": bool(capped), "scaled local rotary embedding": scaled},
-    )
+    refuse(hf.architecture(text), {"scaled local rotary embedding": scaled})
+    return {"rope_theta": text["rope_theta"]} | rope, Rope(float(theta))
+
+
+def _gemma3(text: dict[str, Any]) -> ModelSpec:
+    rope, local = ropes_of(text)
+    capped = bool(text.get("attn_logit_softcapping"))
+    refuse(hf.architecture(text), {"attn_logit_softcapping": capped})
     fields = _fields(text | {"rope_parameters": rope})
     pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6
     sliding = [bool((i + 1) % pattern) for i in range(fields["layers"])]
@@ -94,17 +103,17 @@ def _gemma3(text: dict[str, Any]) -> ModelSpec:
         sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
     windows = hf.windows(text, sliding, text["sliding_window"])
     more = {
-        "kinds": _gemma3_kinds(sliding, windows, _scale(text, fields["head_dim"])),
+        "kinds": local_kinds(sliding, windows, _scale(text, fields["head_dim"])),
         "logit_softcap": float(text.get("final_logit_softcapping") or 0.0),
     }
-    return ModelSpec(**fields | _gemma3_fields(theta) | more)
+    return ModelSpec(**fields | _gemma3_fields(local) | more)
 
 
-def _gemma3_fields(local_theta: float) -> dict[str, Any]:
-    return {"post_norms": True, "qk_norm": True, "local_rope": Rope(float(local_theta))}
+def _gemma3_fields(local: Rope) -> dict[str, Any]:
+    return {"post_norms": True, "qk_norm": True, "local_rope": local}
 
 
-def _gemma3_kinds(
+def local_kinds(
     sliding: Sequence[bool], windows: Sequence[LayerSpec], scale: float
 ) -> tuple[LayerSpec, ...]:
     """A layer of the local kind turns by its own rotary embedding, even if its window hides
@@ -139,8 +148,8 @@ def from_gguf(header: Header) -> ModelSpec:
         more = {"post_norms": True, "softcap": softcap, "kinds": _scaled(windows, scale)}
         return ModelSpec(**fields | more)
     theta = float(header.get("rope.freq_base_swa") or _LOCAL_THETA)
-    kinds = _gemma3_kinds(sliding, windows, scale)
-    return ModelSpec(**fields | _gemma3_fields(theta) | {"kinds": kinds})
+    kinds = local_kinds(sliding, windows, scale)
+    return ModelSpec(**fields | _gemma3_fields(Rope(theta)) | {"kinds": kinds})
 
 
 def slots(spec: ModelSpec) -> list[Slot]:

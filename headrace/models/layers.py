@@ -31,12 +31,24 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """One row a token id (or a position), times `scale`, which is rounded to the rows' type."""
+    """One row a token id (or a position), times `scale`, both rounded to `dtype`.
 
-    def __init__(self, rows: int, hidden: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+    partial: ids past the last row take the first. The loader may leave such a table where it is,
+    in the type that it has there (`Slot.mapped`).
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        hidden: int,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        *,
+        partial: bool = False,
+    ) -> None:
         super().__init__()
         self.weight = unset(rows, hidden, dtype=dtype)
-        self.scale = scale
+        self.dtype, self.scale, self.partial = dtype, scale, partial
 
 
 class RMSNorm(nn.Module):
@@ -171,6 +183,9 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (
                 RMSNorm(spec.head_dim, spec.norm_eps, wide) for _ in range(2)
             )
+            if not self.own:
+                self.k_norm = None
+        self.v_eps = spec.norm_eps if spec.v_norm else 0.0  # 0 = v is not normed
         self.sinks = unset(spec.heads, dtype=dtype) if spec.sinks else None
 
     @property

@@ -103,7 +103,8 @@ def norm_slots(spec: ModelSpec, layer: int, shift: float) -> list[Slot]:
     else:
         names.append(("ffn_norm", "post_attention_layernorm", "ffn_norm"))
     found = [norm_slot(ours + a, hf + b, gguf + c, spec.hidden, shift) for a, b, c in names]
-    for letter in "qk" if spec.qk_norm else "":
+    shared = spec.layer(layer).kv_from >= 0
+    for letter in ("q" if shared else "qk") if spec.qk_norm else "":
         name = f"{ours}attention.{letter}_norm"
         theirs = f"{hf}self_attn.{letter}_norm"
         found.append(norm_slot(name, theirs, f"{gguf}attn_{letter}_norm", spec.head_dim, shift))
@@ -128,7 +129,7 @@ def qkv_slots(
         ("q", q_rows, 0, spec.heads),
         ("k", kv_rows, q_rows, spec.kv_heads),
         ("v", kv_rows, q_rows + kv_rows, 0),
-    ):
+    )[: 1 if spec.layer(layer).kv_from >= 0 else 3]:
         found += matrix(
             f"{ours}qkv",
             f"{hf}{letter}_proj",

@@ -87,6 +87,14 @@ _TEXT_OF_GEMMA3 = Family(
     unused=("vision_tower.*", "multi_modal_projector.*"),
 )
 _DEEPSEEK = Family("headrace.models.deepseek")
+_GEMMA3N = msgspec.structs.replace(
+    _TEXT_OF_GEMMA3,
+    module="headrace.models.gemma3n",
+    unused=(
+        *(f"model.{part}.*" for part in ("audio_tower", "embed_audio", "embed_vision")),
+        *_TEXT_OF_GEMMA3.unused,
+    ),
+)
 _FAMILIES = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
@@ -94,6 +102,8 @@ _FAMILIES = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _TEXT_OF_GEMMA3,
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": _GEMMA3N,
     "GemmaForCausalLM": _GEMMA,
     "GptOssForCausalLM": Family("headrace.models.gpt_oss"),
     "LlamaForCausalLM": _LLAMA,
@@ -107,6 +117,7 @@ _FAMILIES = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma3n": _GEMMA3N,
     "gpt2": _GPT2,
     "llama": _LLAMA,
     "mpt": _MPT,

@@ -9,7 +9,8 @@ import msgspec
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """Rows [start, start + shape[0]) of `parameter` come from the tensor `hf` or `gguf`.
+    """Rows [start, start + shape[0]) of `parameter` come from the tensor `hf` or `gguf`; of
+    parameter "" it may be there and is not read.
 
     `heads` > 0: the rows are so many heads, and row i of each is row `hf_order[i]` (or
     `gguf_order[i]`) of the stored one; () = they lie as they are stored. Our q and k have rotary
@@ -26,6 +27,7 @@ class Slot(msgspec.Struct, frozen=True):
     gguf_order: tuple[int, ...] = ()
     hf_shift: float = 0.0  # added to what a Hugging Face checkpoint stores
     hf_transposed: bool = False  # a Hugging Face checkpoint stores [shape[1], shape[0]]
+    mapped: bool = False  # stays in the checkpoint's memory map where that is its order of rows
     dummy: Literal["normal", "ones"] = "normal"  # how --load-format dummy fills it
 
     def order(self, *, gguf: bool) -> tuple[int, ...]:

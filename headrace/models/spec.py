@@ -112,6 +112,18 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
     value_dim: int
 
 
+class AltUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The streams of Gemma 3n and what goes with them; see `models.altup`."""
+
+    streams: int
+    active: int  # the one that layers compute
+    scaled: bool  # it is scaled before a layer's own vectors come in
+    laurel_rank: int
+    layer_width: int  # of the vector that each token has for each layer
+    layer_rows: int  # tokens that have such vectors; the others take those of token 0
+    sparsity: tuple[float, ...]  # of each layer's gate; 0 = all of it goes on
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one model. Sizes are counts of elements, heads, layers or tokens."""
 
@@ -137,6 +149,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_bias: bool = False
     post_norms: bool = False  # what attention and MLP give is normed before it is added
     qk_norm: bool = False  # RMS norm of each head of q and k, before rotary embedding
+    v_norm: bool = False  # the same of v, without a weight
     qkv_clip: float = 0.0  # q, k and v within plus and minus this; 0 = as they are
     softcap: float = 0.0  # scores become cap * tanh(score / cap); 0 = as they are
     sinks: bool = False  # a stored score a head takes its share of the softmax and gives nothing
@@ -150,6 +163,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_softcap: float = 0.0
     experts: Experts | None = None
     latent: Latent | None = None
+    altup: AltUp | None = None
     labels: int = 0  # of the classification head, which stands where the output layer would
 
     def __post_init__(self) -> None:

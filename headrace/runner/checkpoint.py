@@ -73,8 +73,7 @@ class SafetensorsFolder:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis."""
-        if self.tensors[name].dtype not in PLAIN_DTYPES:
-            raise ModelError(f"tensor {name}: type {self.tensors[name].dtype} is not supported")
+        self._plain(name)
         rows: Tensor = self._files[name].get_slice(name)[start:stop]
         return rows
 
@@ -84,6 +83,16 @@ class SafetensorsFolder:
             raise ModelError(f"tensor {name}: type {self.tensors[name].dtype}, bytes are needed")
         rows: Tensor = self._files[name].get_slice(name)[start:stop]
         return rows
+
+    def mapped(self, name: str) -> Tensor:
+        """All of a tensor, as a view of the file's memory map."""
+        self._plain(name)
+        whole: Tensor = self._files[name].get_tensor(name)
+        return whole
+
+    def _plain(self, name: str) -> None:
+        if self.tensors[name].dtype not in PLAIN_DTYPES:
+            raise ModelError(f"tensor {name}: type {self.tensors[name].dtype} is not supported")
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from headrace.errors import ModelError
 from headrace.models.layers import Decoder
 from headrace.models.registry import family_of
 from headrace.models.slots import Slot
-from headrace.runner.checkpoint import Checkpoint
+from headrace.runner.checkpoint import Checkpoint, SafetensorsFolder
 from headrace.runner.pieces import pieces
 from headrace.runner.upload import upload
 
@@ -39,6 +39,7 @@ def load(
     Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
     """
     by_name = checked(model, slots, checkpoint)
+    _map(model, by_name, checkpoint)
     parameters = dict(model.named_parameters())
     todo = [
         piece
@@ -62,6 +63,22 @@ def load(
         advance(target.numel() * target.element_size())
 
 
+def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> None:
+    """Leave what may stay in the checkpoint there, and drop it from `by_name`: a view of the file,
+    whose pages the system reads as rows are used, and may forget."""
+    mapped = [name for name, slot in by_name.items() if slot.mapped]
+    if not mapped or not isinstance(checkpoint, SafetensorsFolder):
+        return
+    for name in mapped:
+        owner, _, leaf = by_name[name].parameter.rpartition(".")
+        module = model.get_submodule(owner)
+        if module.get_parameter(leaf).device.type != "cpu":
+            continue
+        del by_name[name]
+        whole = checkpoint.mapped(name)
+        setattr(module, leaf, torch.nn.Parameter(whole, requires_grad=False))
+
+
 def checked(model: Decoder, slots: list[Slot], checkpoint: Checkpoint) -> dict[str, Slot]:
     """The slots by the names that the checkpoint has for their tensors.
 
@@ -71,10 +88,13 @@ def checked(model: Decoder, slots: list[Slot], checkpoint: Checkpoint) -> dict[s
     stored = {name if gguf else family.name_of(name): name for name in checkpoint.tensors}
     wanted = {slot.gguf if gguf else slot.hf: slot for slot in slots}
     wanted.pop("", None)  # what this kind of checkpoint does not have
+    spare = {name for name, slot in wanted.items() if not slot.parameter}
+    for name in spare:
+        del wanted[name]
     ignored = _OUTPUT_LAYER if model.head is None else ()
     unexpected = {
         stored[name]
-        for name in stored.keys() - wanted.keys()
+        for name in stored.keys() - wanted.keys() - spare
         if family.reads(name) and not name.endswith(_IGNORED_SUFFIXES) and name not in ignored
     }
     missing = wanted.keys() - stored.keys()

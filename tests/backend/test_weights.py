@@ -280,6 +280,38 @@ def test_stored_values_become_ours(tmp_path: Path) -> None:
             assert ours["norm.weight"].dtype == torch.float32
 
 
+def test_a_table_stays_in_the_file(tmp_path: Path) -> None:
+    """Gemma 3n's vectors of each token and layer: in the type they have there, in its pages; and
+    K and V of layers that share others' are not read."""
+    config: dict[str, Any] = {
+        "architectures": ["Gemma3nForCausalLM"], "hidden_size": 32, "num_hidden_layers": 5,
+        "intermediate_size": 48, "vocab_size": 40, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 5000, "hidden_size_per_layer_input": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = ModelFiles("tiny", "hf", tmp_path)
+    name, path = "model.embed_tokens_per_layer.weight", tmp_path / "model.safetensors"
+    tensors = {key: value.bfloat16() for key, value in tensors_of(read_spec(files)).items()}
+    save_file(tensors, path)
+    model = load(files)  # the pages are the model's as long as it lives
+    table = model.layer_table.weight
+    assert table.dtype == torch.bfloat16
+    assert torch.equal(table, tensors[name])
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        spans = [line.split() for line in maps.read_text().splitlines() if str(path) in line]
+        bounds = [tuple(int(x, 16) for x in span[0].split("-")) for span in spans]
+        assert any(low <= table.data_ptr() < high for low, high in bounds)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_kv_shared_layers": 1}))
+    with pytest.raises(ModelError, match="layer 4 shares K and V"):
+        read_spec(files)
+    shares = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention"] * 5}
+    (tmp_path / "config.json").write_text(json.dumps(config | shares))
+    blocks = load(files).blocks
+    assert [blocks[i].qkv.weight.shape[0] for i in (3, 4)] == [64, 32]
+
+
 def test_broken_folders(tmp_path: Path) -> None:
     files, tensors = hf_folder(tmp_path)
     with pytest.raises(ModelError, match=r"no model\.safetensors"):

@@ -90,6 +90,23 @@ FAMILIES: dict[str, Tiny] = {
         WINDOW,
         ORIGINAL,
     ),
+    "gemma3n": Tiny(
+        "Gemma3nText",
+        {
+            "head_dim": 16,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": VOCAB - 9,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.0],
+            "intermediate_size": [80, 80, 64, 80, 80],
+        },
+        WINDOW,
+    ),
     "gpt2": Tiny(
         "GPT2",
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128, "n_inner": 80}
@@ -102,7 +119,11 @@ FAMILIES: dict[str, Tiny] = {
     ),
 }
 _OWN_NAMES = ("GPT2", "Mpt")  # their configs have no Llama-like names
-_MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+_MODELS = {
+    "GPT2": "GPT2LMHeadModel",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma3nText": "Gemma3nForCausalLM",
+}
 
 
 def save(name: str, folder: Path, **changes: Any) -> tuple[Any, ModelFiles]:

@@ -18,7 +18,7 @@ from headrace.models.routed import RoutedMlp
 # What of `models.features` is computed here.
 COMPUTES = frozenset({
     "scaled embedding", "learned positions", "layer norm", "wide norms", "post norms",
-    "clipped q, k and v", "q and k norms", "layers without rotary embedding",
+    "clipped q, k and v", "q and k norms", "v norms", "AltUp", "layers without rotary embedding",
     "two rotary embeddings", "rotary frequencies by length", "shared K and V", "sliding window",
     "scaled scores", "soft-capped scores", "attention sinks", "ALiBi", "output bias",
     "MLP without a gate", "MLP of gelu", "MLP of gelu_tanh", "MLP of relu", "MLP of clamped",
@@ -54,7 +54,10 @@ class TorchOps:
 
     def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """-> x [T, hidden]."""
-        x = F.embedding(self._ids, embedding.weight)
+        ids = self._ids
+        if embedding.partial:
+            ids = ids.where(ids < embedding.weight.shape[0], 0)
+        x = F.embedding(ids, embedding.weight).to(embedding.dtype)
         if embedding.scale != 1.0:
             x = x * torch.tensor(embedding.scale, dtype=x.dtype)
         if positions is not None:
@@ -69,12 +72,16 @@ class TorchOps:
         if attention.clip:
             out = out.clamp(-attention.clip, attention.clip)
         heads, turned = attention.heads, out[:, : attention.heads + attention.kv_heads]
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = attention.q_norm(turned[:, :heads]), turned[:, heads:]
-            turned = torch.cat((q, attention.k_norm(k)), 1) if attention.own else q
+        if attention.q_norm is not None:
+            normed = [attention.q_norm(turned[:, :heads])]
+            if attention.k_norm is not None:
+                normed.append(attention.k_norm(turned[:, heads:]))
+            turned = torch.cat(normed, 1)
         if attention.rope != "none":
             turned = rotate(turned, *self._turns[attention.rope])
         v = out[:, heads + attention.kv_heads :]
+        if attention.v_eps:
+            v = F.rms_norm(v.float(), (attention.head_dim,), eps=attention.v_eps).to(v.dtype)
         self._fresh = (turned[:, heads:], v) if attention.own else None
         self._layer = attention.layer
         return turned[:, :heads]
