@@ -96,7 +96,10 @@ def prompts(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     turns = [said, {"role": "assistant", "tool_calls": [call]}]
     yield CHAT, {"messages": [*turns, {"role": "tool", "content": "x", "tool_call_id": "1"}]}
     yield CHAT, {"messages": [said], "chat_template_kwargs": {"note": text}}
+    yield CHAT, {"messages": [said], "documents": [{"text": text}]}
     yield "/v1/messages", {"messages": [said], "system": text}
+    yield "/v1/responses", {"input": "hello", "instructions": text}
+    yield "/v1/embeddings", {"input": ["hello", text]}
     yield "/v1/embeddings", {"input": ["peace", text]}
     yield "/v1/embeddings", {"input": list(text.encode())}
     yield "/classify", {"input": text}
