@@ -4,8 +4,9 @@
 
 vLLM must be importable by the Python that runs this. It runs in a process of its own, with kernel
 caches of its own that are empty at first; `--warm-start` starts it once more with the caches that
-the first start has left. Dummy weights, no tokenizer, ids as prompts; offline without prefix cache.
-Limits of the card are taken from the row that `offline` wrote to the same file.
+the first start has left. Dummy weights drawn as headrace draws them (`peer_dummy`), no tokenizer,
+ids as prompts; offline without prefix cache. Limits of the card are taken from the row that
+`offline` wrote to the same file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import click
 
+from benchmarks.gpu import peer_dummy
 from benchmarks.gpu.drive import (
     Clock,
     Generate,
@@ -151,7 +153,8 @@ def measure_http(
     from benchmarks.gpu.client import measure
 
     began_s = time.perf_counter()
-    with server(folder, flags, os.environ | QUIET | cache_environment(cache)) as url:
+    environment = os.environ | QUIET | cache_environment(cache) | peer_dummy.environment(cache)
+    with server(folder, flags, environment) as url:
         rows.say(work="http ready", seconds=time.perf_counter() - began_s, flags=" ".join(flags))
         asyncio.run(measure(url, "", CONFIGS[shape]["vocab_size"], clock, rows))
 
@@ -160,7 +163,7 @@ def run_child(name: str, cache: Path, clock: Clock, arguments: list[str]) -> int
     """This program again, as the process that holds the model. Its exit code."""
     left = ["--budget-s", str(max(1.0, clock.left_s))] if clock.left_s < float("inf") else []
     command = [sys.executable, "-m", "benchmarks.gpu.peer", *arguments, *left, "--child", name]
-    environment = os.environ | QUIET | cache_environment(cache)
+    environment = os.environ | QUIET | cache_environment(cache) | peer_dummy.environment(cache)
     return subprocess.run(command, env=environment, check=False).returncode
 
 

@@ -264,6 +264,8 @@ def latent_dense(
     check_output(up, (keys, shape.heads, shape.nope + shape.dv))
     check_output(lines, (keys, shape.line))
     check_output(out, (tokens, shape.heads, shape.dv))
+    for numbers in (shape.query, shape.nope, shape.nope + shape.dv):
+        assert numbers * q.element_size() % 16 == 0, "parts of whole 16 bytes, as `check_lines`"
     config = config or latent_dense_config(q.dtype)
     chunks = plan.chunks
     assert chunks.tile_rows == config.rows, (chunks.tile_rows, config)

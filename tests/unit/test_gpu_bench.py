@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import peer_dummy
 from benchmarks.gpu.drive import (
     Clock,
     Rows,
@@ -126,3 +129,36 @@ def test_folders(tmp_path: Path) -> None:
             shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn,
         )  # fmt: skip
         assert spec.vocab_rows == shape.vocab
+
+
+def test_the_peer_finds_the_plug_in(tmp_path: Path) -> None:
+    paths = peer_dummy.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
+    (found,) = importlib.metadata.distributions(path=paths[:1])
+    (entry,) = found.entry_points
+    assert entry.group == "vllm.general_plugins"
+    assert entry.load() is peer_dummy.register
+
+
+def test_the_peer_draws_as_headrace_does() -> None:
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(7, bias=False)
+            self.linear = torch.nn.Linear(100, 200)
+
+    model = Model()
+    peer_dummy.fill(model)
+    assert (model.norm.weight == 1).all()
+    assert model.linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    first = model.linear.weight.clone()
+    peer_dummy.fill(model)
+    assert torch.equal(first, model.linear.weight)
+
+
+def test_mixtures_count_what_one_token_reads() -> None:
+    lite, qwen = shape_of("deepseek-v2-lite"), shape_of("qwen3-30b-a3b")
+    assert lite.weight_bytes == pytest.approx(4.8e9, rel=0.05)
+    assert lite.kv_token_bytes == 27 * 576 * 2
+    assert qwen.weight_bytes == pytest.approx(6.1e9, rel=0.05)

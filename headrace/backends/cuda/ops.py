@@ -175,14 +175,13 @@ class CudaOps:
         """-> q [T, heads, plain + rope]; the tokens' lines are in the cache."""
         place, n = self._place, self._tokens
         assert place.latent is not None, "made for a model of latent attention"
-        both = self._normed_product("qkv", x, norm, weights, place.buffers.qkv[:n])
+        buffers = place.buffers
+        both = self._normed_product(x, norm, weights, buffers.normed, buffers.qkv[:n])
         q, kv = both[:, : attention.q_width], both[:, attention.q_width :]
         if attention.q_norm is not None and attention.q_up is not None:
-            low = place.buffers.q_low[:n]
+            low = buffers.q_low[:n]
             low.copy_(q)
-            q = self._normed_product(
-                "qkv", low, attention.q_norm, attention.q_up, place.buffers.q_high[:n]
-            )
+            q = self._normed_product(low, attention.q_norm, attention.q_up, low, buffers.q_high[:n])
         return latent_write(
             q,
             kv,
@@ -192,20 +191,21 @@ class CudaOps:
             place.sin,
             place.store.k[attention.layer],
             place.latent,
-            out=place.buffers.q[:n],
+            out=buffers.q[:n],
             with_pdl=place.pdl,
         )
 
     def _normed_product(
-        self, kind: str, x: Tensor, norm: Norm, weights: Linear, out: Tensor
+        self, x: Tensor, norm: Norm, weights: Linear, out_of_norm: Tensor, out: Tensor
     ) -> Tensor:
         assert isinstance(norm, RMSNorm), _REFUSED
         assert weights.bias is None, _REFUSED
-        config = self._config(kind, x.shape[0], weights.weight)
+        config = self._config("qkv", x.shape[0], weights.weight)
         if config is not None:
             gain = (norm.weight, norm.eps)
             return linear(x, weights.weight, norm=gain, out=out, **self._options(config))
-        normed = rms_norm(x, norm.weight, norm.eps, with_pdl=self._place.pdl)
+        normed = out_of_norm[: x.shape[0]]
+        rms_norm(x, norm.weight, norm.eps, out=normed, with_pdl=self._place.pdl)
         return torch.mm(normed, weights.weight.t(), out=out)
 
     def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
