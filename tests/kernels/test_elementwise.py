@@ -87,7 +87,9 @@ def test_silu_mul(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("given", [(), ("scale",), ("bias",), ("scale", "bias")], ids="+".join)
+@pytest.mark.parametrize(
+    "given", [(), ("bias",), ("norms",), ("scale", "bias", "norms")], ids="+".join
+)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "d"),
     [(1, 2, 1, 16), (7, 3, 3, 12), (5, 8, 2, 64), pytest.param(8192, 40, 8, 128, marks=LARGE)],
@@ -106,6 +108,7 @@ def test_rotary_write(
     every = {
         "scale": torch.rand(tokens, device=device),
         "bias": draw(width, dtype=dtype, device=device),
+        "norms": (*(draw(d, dtype=dtype, device=device) for _ in range(2)), 1e-6),
     }
     more: dict[str, Any] = {name: every[name] for name in given}
     ours, theirs = (paged(tokens, kv_heads, d, dtype, device) for _ in range(2))
