@@ -8,6 +8,7 @@ are as many tiles as the worst routing needs, since a captured graph's grid does
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -30,13 +31,15 @@ class Dispatch:
 
     experts [T, each] int32, NOWHERE for padding; weights [T, each] float32;
     tile_experts [tiles] int32: the expert of each tile, -1: the tile is empty;
-    order [tiles, tile_rows] int32: the assignment of each row, -1: the row is empty.
+    order [tiles, tile_rows] int32: the assignment of each row, -1: the row is empty;
+    counts [turns, bins] int32: scratch of `dispatch` for many tokens, both powers of two.
     """
 
     experts: Tensor
     weights: Tensor
     tile_experts: Tensor
     order: Tensor
+    counts: Tensor
 
     @property
     def tokens(self) -> int:
@@ -78,6 +81,8 @@ class DispatchScratch:
         self._tiles = torch.zeros(most, dtype=torch.int32, device=device)
         rows = most_tiles(tokens, routing, LARGEST_TILE) * LARGEST_TILE
         self._order = torch.zeros(rows, dtype=torch.int32, device=device)
+        shape = (_turns(items), triton.next_power_of_2(routing.total))
+        self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def of(self, tokens: int, tile_rows: int) -> Dispatch:
         """For one step of them."""
@@ -89,13 +94,19 @@ class DispatchScratch:
             self._weights[: tokens * each].view(tokens, each),
             self._tiles[:tiles],
             self._order[: tiles * tile_rows].view(tiles, tile_rows),
+            self._counts,
         )
 
     @property
     def size_bytes(self) -> int:
         """All of it."""
-        held = (self._experts, self._weights, self._tiles, self._order)
+        held = (self._experts, self._weights, self._tiles, self._order, self._counts)
         return sum(t.numel() * t.element_size() for t in held)
+
+
+def _turns(items: int) -> int:
+    """Of that many assignments, padded: a power of two."""
+    return int(triton.next_power_of_2(triton.cdiv(items, _ITEMS)))
 
 
 @triton.jit
@@ -142,7 +153,7 @@ def _finish(
         for done in range(used, tiles, BF):
             tl.store(tile_experts + done + f, -1, mask=done + f < tiles)
     if TALLY:
-        total = tl.num_programs(0)
+        total = tl.num_programs(0)  # experts
         tl.store(tally + expert, tl.load(tally + expert) + count)
         hit = (count > 0).to(tl.int64)
         tl.store(tally + total + expert, tl.load(tally + total + expert) + hit)
@@ -171,7 +182,7 @@ def dispatch_kernel(
     TALLY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (experts,)."""
+    """Grid (experts,): for few assignments, each program looks at all."""
     pdl.release(PDL)
     expert = tl.program_id(0)
     a = tl.arange(0, BA)
@@ -187,6 +198,60 @@ def dispatch_kernel(
             ids = tl.load(experts + first + a, mask=first + a < items, other=-1)
             placed = _place(expert, ids, first + a, first_tile * BM, placed, order)
     _finish(expert, counts, first_tile, count, tiles, tile_experts, order, tally, EP, BM, BF, TALLY)
+
+
+@triton.jit(do_not_specialize=["items"])
+def count_kernel(
+    experts, counts, items, EP: tl.constexpr, BA: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    """Grid (turns of BA assignments,): how many of a turn each expert gets."""
+    pdl.release(PDL)
+    turn = tl.program_id(0)
+    a = turn * BA + tl.arange(0, BA)
+    pdl.wait(PDL)
+    ids = tl.load(experts + a, mask=a < items, other=-1)
+    found = tl.histogram(tl.where(ids < 0, 0, ids), EP, mask=ids >= 0)
+    tl.store(counts + turn * EP + tl.arange(0, EP), found)
+
+
+@triton.jit(do_not_specialize=["items", "tiles", "turns"])
+def place_kernel(
+    experts,
+    counts,
+    order,
+    tile_experts,
+    tally,
+    items,
+    tiles,
+    turns,
+    EP: tl.constexpr,
+    CP: tl.constexpr,
+    BM: tl.constexpr,
+    BA: tl.constexpr,
+    BF: tl.constexpr,
+    TALLY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (experts, turns): places the expert's assignments of one turn."""
+    pdl.release(PDL)
+    expert, turn = tl.program_id(0), tl.program_id(1)
+    c = tl.arange(0, CP)
+    bins = tl.arange(0, EP)
+    a = turn * BA + tl.arange(0, BA)
+    pdl.wait(PDL)
+    at = counts + c[:, None] * EP + bins[None, :]
+    found = tl.load(at, mask=(c < turns)[:, None], other=0)
+    totals = tl.sum(found, 0)
+    first_tile, count = _starts(expert, totals, EP, BM)
+    own = tl.sum(tl.where((bins == expert)[None, :], found, 0), 1)
+    before = tl.sum(tl.where(c < turn, own, 0), 0)
+    if tl.sum(tl.where(c == turn, own, 0), 0) > 0:
+        ids = tl.load(experts + a, mask=a < items, other=-1)
+        _place(expert, ids, a, first_tile * BM, before, order)
+    if turn == 0:
+        _finish(
+            expert, totals, first_tile, count, tiles, tile_experts, order, tally, EP, BM, BF, TALLY
+        )
 
 
 @triton.jit(do_not_specialize=["tokens", "spare", "tiles"], do_not_specialize_on_alignment=["rows"])
@@ -305,12 +370,26 @@ def dispatch(
     """
     _check(into, routing, tally)
     items = into.tokens * into.each
+    common: dict[str, Any] = {"BM": into.tile_rows, "BF": 128, "TALLY": tally is not None}
+    if items > _ITEMS:
+        turns, (most, bins) = triton.cdiv(items, _ITEMS), into.counts.shape
+        assert turns <= most, f"{turns} turns of assignments, room for {most}"
+        launch(count_kernel, (turns,),
+            into.experts, into.counts, items, EP=bins, BA=_ITEMS, num_warps=8,
+            **pdl.options(with_pdl),
+        )  # fmt: skip
+        launch(place_kernel, (routing.total, turns),
+            into.experts, into.counts, into.order, into.tile_experts,
+            into.experts if tally is None else tally, items, into.tiles, turns,
+            EP=bins, CP=most, BA=_ITEMS, num_warps=8, **common, **pdl.options(with_pdl),
+        )  # fmt: skip
+        return
     block = min(_ITEMS, triton.next_power_of_2(max(16, items)))
     launch(dispatch_kernel, (routing.total,),
         into.experts, into.order, into.tile_experts, into.experts if tally is None else tally,
         items, into.tiles,
-        EP=triton.next_power_of_2(routing.total), BM=into.tile_rows, BA=block, BF=128,
-        TALLY=tally is not None, num_warps=8 if block > 1024 else 4, **pdl.options(with_pdl),
+        EP=triton.next_power_of_2(routing.total), BA=block, num_warps=8 if block > 1024 else 4,
+        **common, **pdl.options(with_pdl),
     )  # fmt: skip
 
 

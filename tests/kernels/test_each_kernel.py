@@ -59,6 +59,7 @@ CASES: dict[str, Case] = {
         "odd", DTYPE, on
     ),
     "route_kernel dispatch_kernel": lambda on: test_router.test_routing("pairs", 17, on),
+    "count_kernel place_kernel": test_router.test_many_items,
     "route_dispatch_kernel": lambda on: test_router.test_routing("groups", 5, on),
     "latent_write_kernel": lambda on: test_latent.test_write("odd", DTYPE, on),
     "absorb_kernel value_up_kernel": lambda on: test_latent.test_up_and_down("even", 3, DTYPE, on),

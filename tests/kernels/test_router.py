@@ -81,6 +81,16 @@ def test_many_items(device: torch.device) -> None:
     check_order(into, routing, tally)
 
 
+def test_one_turn_of_items(device: torch.device) -> None:
+    routing = Routing(7, 5)
+    into = DispatchScratch(800, routing, device).of(800, 4)
+    rng = torch.Generator().manual_seed(1)
+    into.experts.copy_(torch.randint(-1, 7, (800, 5), generator=rng))
+    tally = torch.full((2, 7), 5, dtype=torch.int64, device=device)
+    dispatch(routing, into, tally=tally, with_pdl=pdl.supported(device))
+    check_order(into, routing, tally)
+
+
 def test_all_tokens_of_one_expert(device: torch.device) -> None:
     routing = Routing(4, 1)
     into = DispatchScratch(9, routing, device).of(9, 2)
