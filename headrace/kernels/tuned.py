@@ -51,6 +51,8 @@ def entry(kind: str, n: int, k: int, bucket: int, config: Config | None) -> dict
 def default(m: int, n: int) -> Config:
     """For a shape that nobody measured: no split, at most 80 KB of shared memory."""
     block_n = 16 if n <= 4096 else 32 if n <= 8192 else 64  # a program each multiprocessor
+    if block_m(m) == 16 and block_n == 16:
+        return Config(block_n, block_k=256, warps=4, stages=5, prefetch_bytes=32768)
     if block_m(m) == 16:
         return Config(block_n, block_k=8192 // block_n, warps=4, stages=4, prefetch_bytes=32768)
     return Config(block_n, block_k=64, warps=4, stages=4, prefetch_bytes=32768)
