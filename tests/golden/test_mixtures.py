@@ -163,9 +163,9 @@ def test_greedy_equals_transformers(pair: tuple[Any, Any]) -> None:
 
 def test_chunks_and_neighbours_change_nothing(pair: tuple[Any, Any]) -> None:
     _, runner = pair
-    alone = [generate(runner, [Job(p, 8)])[0] for p in prompts(6)]
+    alone = [generate(runner, [Job(p, 8)])[0] for p in prompts(3)]
     rng = random.Random(3)
-    jobs = [Job(p, 8, chunk=rng.choice([1, 7, 16]), arrives=rng.randrange(6)) for p in prompts(6)]
+    jobs = [Job(p, 8, chunk=rng.choice([1, 7, 16]), arrives=rng.randrange(6)) for p in prompts(3)]
     assert generate(runner, jobs, shuffle_seed=5) == alone
 
 
