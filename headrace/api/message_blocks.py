@@ -32,13 +32,13 @@ class Turn(msgspec.Struct, frozen=True):
     content: Blocks
 
 
-class Thinking(msgspec.Struct, frozen=True):
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """enabled and adaptive ask the chat template for thinking, disabled against it. A budget is
     taken and not enforced: Anthropic calls it a target."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized"] | None = None  # it is shown whole
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which tool."""
 
     type: Literal["auto", "any", "tool", "none"]

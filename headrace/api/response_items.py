@@ -45,11 +45,14 @@ class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningConfig(msgspec.Struct, frozen=True):
+class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How hard to think. Reasoning is shown whole, so `auto` is no summary."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None  # the same, by its older name
+    context: Literal["auto", "all_turns"] | None = None  # the template decides what it shows
+    mode: Literal["standard"] | None = None
 
 
 class Stream(msgspec.Struct, frozen=True):

@@ -58,6 +58,20 @@ def test_openai_client(server: ChildServer) -> None:
     assert counts.endswith("tokens")
 
 
+def test_anthropic_client(server: ChildServer) -> None:
+    out = run(sys.executable, str(EXAMPLES / "anthropic_client.py"), server.url)
+    answer, counts = out.rstrip().rsplit("\n", 1)
+    assert answer.strip()
+    assert counts.endswith("tokens")
+
+
+def test_websocket_client(server: ChildServer) -> None:
+    url = server.url.replace("http://", "ws://")
+    lines = run(sys.executable, str(EXAMPLES / "websocket_client.py"), url).splitlines()
+    assert [line[:4] for line in lines] == ["a: '", "b: '"]
+    assert all(len(line) > 10 for line in lines)
+
+
 def test_curl(server: ChildServer) -> None:
     lines = run("bash", str(EXAMPLES / "curl.sh"), server.url).splitlines()
     answer = next(json.loads(line) for line in lines if "chat.completion" in line)
