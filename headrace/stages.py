@@ -17,7 +17,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 STAGES = (
-    Stage(1, "Route", "ingest", (), "which server, and may it come in", ""),
+    Stage(1, "Route", "ingest", ("gateway",), "which server, and may it come in", ""),
     Stage(
         2,
         "Prepare",

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "hooks": {"errors"},
+    "gateway": BASE | {"observe"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
     | {"hooks", "pages", "prices", "vectors"},
@@ -61,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
 NO_TORCH = {"api", "grammar", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
-NO_TORCH |= {"hooks", "config", "vectors", "stages", "backends/fake", "backends/choose"}
+NO_TORCH |= {"gateway", "hooks", "config", "vectors", "stages", "backends/fake", "backends/choose"}
 
 
 def files() -> list[Path]:

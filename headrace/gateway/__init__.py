@@ -1,0 +1,1 @@
+"""Stage 1: one front for many workers. Its own process, without torch."""

@@ -1,0 +1,160 @@
+"""Which worker holds which beginning of a prompt, as far as routing history tells.
+
+A prompt is a chain of integers: the i-th stands for its first i+1 chunks, so equal integers mean
+equal beginnings. `text_chain` makes one of text, for workers whose tokens nobody here knows,
+`token_chain` of token ids; a trace may bring its own. For each worker the index keeps what was sent
+there, newest first, up to the size of its cache; for all of them up to a budget of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from secrets import token_bytes
+
+ENTRY_BYTES = 256  # of one chunk at one worker, upper bound; tests measure it
+CHUNK_BYTES = 256  # of text, about 4 blocks of 16 tokens
+_SECRET = token_bytes(16)  # nobody outside can make two prompts meet
+
+
+def root_of(model: str, adapter: str = "", salt: str = "") -> int:
+    """Where chains of one model, adapter and cache salt begin: no two others share an entry."""
+    text = b"".join(b"%d:%b" % (len(p), p) for p in (s.encode() for s in (model, adapter, salt)))
+    return int.from_bytes(blake2b(text, digest_size=8, key=_SECRET).digest(), "big")
+
+
+def text_chain(text: bytes, root: int, chunk_bytes: int = CHUNK_BYTES) -> list[int]:
+    """The chain of `text`. A last chunk that is not full is left out. The integers hold in this
+    process alone: they are made with Python's keyed hash, which costs a tenth of a digest.
+    """
+    chain = []
+    at = root
+    for start in range(0, len(text) - chunk_bytes + 1, chunk_bytes):
+        at = hash((at, text[start : start + chunk_bytes]))
+        chain.append(at)
+    return chain
+
+
+def token_chain(ids: Sequence[int], root: int, block_tokens: int) -> list[int]:
+    """The chain of the full blocks of `ids`."""
+    chain = []
+    at = root
+    for start in range(0, len(ids) - block_tokens + 1, block_tokens):
+        at = hash((at, *ids[start : start + block_tokens]))
+        chain.append(at)
+    return chain
+
+
+class PrefixIndex:
+    """Chunk -> the workers that are thought to hold it. Workers are named by strings."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: most memory of all entries; at least one."""
+        assert max_bytes >= ENTRY_BYTES, f"{max_bytes} bytes hold no entry"
+        self._max_entries = max_bytes // ENTRY_BYTES
+        self._held: dict[str, OrderedDict[int, None]] = {}  # by worker, oldest first
+        self._bits: dict[str, int] = {}
+        self._masks: dict[int, int] = {}  # chunk -> bits of the workers that hold it
+        self._capacity: dict[str, int] = {}
+        self._entries = 0
+
+    def __len__(self) -> int:
+        return self._entries
+
+    @property
+    def used_bytes(self) -> int:
+        """At most: see ENTRY_BYTES."""
+        return self._entries * ENTRY_BYTES
+
+    def add_worker(self, name: str, capacity_chunks: int = 0) -> None:
+        """From now on `name` may hold chunks, at most `capacity_chunks` (0 = no limit known)."""
+        assert name not in self._bits, f"{name} is here already"
+        taken = set(self._bits.values())
+        bit = 1
+        while bit in taken:
+            bit <<= 1
+        self._bits[name], self._held[name] = bit, OrderedDict()
+        self._capacity[name] = capacity_chunks
+
+    def set_capacity(self, name: str, capacity_chunks: int) -> None:
+        """The size of a worker's cache is known now."""
+        self._capacity[name] = capacity_chunks
+        self._shrink(name)
+
+    def remove_worker(self, name: str) -> None:
+        """`name` is gone."""
+        self.forget(name)
+        del self._bits[name], self._held[name], self._capacity[name]
+
+    def forget(self, name: str) -> None:
+        """All that `name` was thought to hold: it started anew."""
+        for chunk in self._held[name]:
+            self._unmark(name, chunk)
+        self._entries -= len(self._held[name])
+        self._held[name].clear()
+
+    def match(self, chain: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
+        """How many leading chunks of `chain` each of `names` holds."""
+        counts = dict.fromkeys(names, 0)
+        bits = [(self._bits[name], name) for name in names]
+        alive = 0
+        for bit, _ in bits:
+            alive |= bit
+        for n, chunk in enumerate(chain):
+            still = alive & self._masks.get(chunk, 0)
+            if still != alive:
+                for bit, name in bits:
+                    if bit & alive & ~still:
+                        counts[name] = n
+                alive = still
+                if not alive:
+                    break
+        for bit, name in bits:
+            if bit & alive:
+                counts[name] = len(chain)
+        return tuple(counts[name] for name in names)
+
+    def insert(self, chain: Sequence[int], name: str) -> None:
+        """A prompt went to `name`, which will hold it. The end is older than the beginning, as it
+        is in the caches of engines: it goes first.
+        """
+        held, bit, masks = self._held[name], self._bits[name], self._masks
+        before = len(held)
+        for chunk in reversed(chain):
+            if chunk in held:
+                held.move_to_end(chunk)
+            else:
+                held[chunk] = None
+                masks[chunk] = masks.get(chunk, 0) | bit
+        self._entries += len(held) - before
+        self._shrink(name)
+        while self._entries > self._max_entries:
+            self._drop_oldest(max(self._held, key=lambda other: len(self._held[other])))
+
+    def _shrink(self, name: str) -> None:
+        capacity = self._capacity[name]
+        while capacity and len(self._held[name]) > capacity:
+            self._drop_oldest(name)
+
+    def _drop_oldest(self, name: str) -> None:
+        chunk, _ = self._held[name].popitem(last=False)
+        self._entries -= 1
+        self._unmark(name, chunk)
+
+    def _unmark(self, name: str, chunk: int) -> None:
+        mask = self._masks[chunk] & ~self._bits[name]
+        if mask:
+            self._masks[chunk] = mask
+        else:
+            del self._masks[chunk]
+
+    def check(self) -> None:
+        """Raise AssertionError unless both directions and the counts agree."""
+        masks: dict[int, int] = {}
+        for name, held in self._held.items():
+            assert not self._capacity[name] or len(held) <= self._capacity[name], name
+            for chunk in held:
+                masks[chunk] = masks.get(chunk, 0) | self._bits[name]
+        assert masks == self._masks, "workers' chunks and chunks' workers disagree"
+        assert self._entries == sum(map(len, self._held.values())) <= self._max_entries
