@@ -55,12 +55,10 @@ def build(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
     return Decoder(spec, dtype)
 
 
-def decoder_slots(
-    spec: ModelSpec, *, gguf_paired: bool = False, hf_paired: bool = False, shift: float = 0.0
-) -> list[Slot]:
+def decoder_slots(spec: ModelSpec, *, gguf_paired: bool = False, shift: float = 0.0) -> list[Slot]:
     """The name-folding table of a decoder with fused qkv and gate_up, under Llama's names.
 
-    *_paired: rotary pairs of that kind of checkpoint are neighbours. shift: what is added to the
+    gguf_paired: rotary pairs of GGUF files are neighbours. shift: what is added to the
     norms of a Hugging Face checkpoint.
     """
     vocabulary = (spec.vocab_rows, spec.hidden)
@@ -75,7 +73,7 @@ def decoder_slots(
         name = "rotaries.global.factors"
         found.append(Slot(name, "", "rope_freqs.weight", shape, dummy="ones"))
     orders = (
-        head_order(spec.head_dim, spec.rope.dims, paired=hf_paired),
+        head_order(spec.head_dim, spec.rope.dims),
         head_order(spec.head_dim, spec.rope.dims, paired=gguf_paired),
     )
     for layer in range(spec.layers):

@@ -65,6 +65,7 @@ class ModelModule(Protocol):
         """The model with unset parameters."""
 
 
+_GLM = Family("headrace.models.glm")
 _GEMMA = Family("headrace.models.gemma")
 _GPT2 = Family(
     "headrace.models.gpt2",
@@ -105,6 +106,8 @@ _FAMILIES = {
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": _GEMMA3N,
     "GemmaForCausalLM": _GEMMA,
+    "Glm4ForCausalLM": _GLM,
+    "GlmForCausalLM": _GLM,
     "GptOssForCausalLM": Family("headrace.models.gpt_oss"),
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,

@@ -31,6 +31,7 @@ from headrace.runner.pieces import pieces
 
 _CHUNK_BYTES = 16 * 2**20  # of a checkpoint's rows, packed at a time
 _NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}
+_BOTH = "gate_up.weight"  # kernels take gate and up as two matrices
 _VOCABULARY = ("embed.weight", "head.weight")
 
 
@@ -93,10 +94,14 @@ def load(
                 piece.target(parameters).copy_(piece.read(checkpoint))
             continue
         stored = _stored_type(name, checkpoint)
-        number = _packed_type(slot.parameter, stored, slot.shape, library, quantization)
-        matrix = PackedMatrix(library, arena, number, *slot.shape)
-        found.setdefault(slot.parameter, {})[slot.start] = matrix
-        todo += _chunks(slot, name, stored, matrix, checkpoint)
+        whole = slot.shape[0] == parameters[slot.parameter].shape[0]
+        parts = 2 if whole and slot.parameter.endswith(_BOTH) else 1  # stored as one
+        shape = (slot.shape[0] // parts, slot.shape[1])
+        for first in range(0, slot.shape[0], shape[0]):
+            number = _packed_type(slot.parameter, stored, shape, library, quantization)
+            matrix = PackedMatrix(library, arena, number, *shape)
+            found.setdefault(slot.parameter, {})[slot.start + first] = matrix
+            todo += _chunks(slot, name, stored, matrix, checkpoint, first)
     with ThreadPoolExecutor(threads, "pack") as pool:
         for _ in pool.map(lambda chunk: chunk.pack(checkpoint, library), todo):
             pass
@@ -114,7 +119,7 @@ def pack_parameters(
     for name, parameter in list(model.named_parameters()):
         if _is_plain(name, parameter.shape):
             continue
-        parts = parameter.chunk(2) if name.endswith("gate_up.weight") else (parameter,)
+        parts = parameter.chunk(2) if name.endswith(_BOTH) else (parameter,)
         found[name] = []
         for part in parts:
             stored = _NUMBERS[str(part.dtype).removeprefix("torch.")]
@@ -176,18 +181,21 @@ def _fill(
 
 
 def _chunks(
-    slot: Slot, name: str, stored: int, matrix: PackedMatrix, checkpoint: Checkpoint
+    slot: Slot, name: str, stored: int, matrix: PackedMatrix, checkpoint: Checkpoint, first: int
 ) -> Iterator[_Chunk]:
-    rows, columns = slot.shape
+    """Of the rows of the slot from `first` on, as many as `matrix` has."""
+    rows, columns = matrix.rows, matrix.columns
     targets = np.arange(rows, dtype=np.int32)
     order, transposed = slot.order(gguf=checkpoint.gguf), slot.transposed(gguf=checkpoint.gguf)
     if order:  # row order[i] of a stored head goes to row i of ours
         places = np.argsort(order).astype(np.int32)
         targets = (targets.reshape(-1, len(order))[:, :1] + places).reshape(-1)
+    assert rows == slot.shape[0] or not (order or transposed), "such matrices are packed whole"
     step = rows if transposed else max(1, _CHUNK_BYTES // (4 * columns))
     for start in range(0, rows, step):
         stop = min(rows, start + step)
-        yield _Chunk(name, stored, start, stop, matrix, targets[start:stop], transposed)
+        at = (first + start, first + stop)
+        yield _Chunk(name, stored, *at, matrix, targets[start:stop], transposed)
 
 
 def _stored_type(name: str, checkpoint: Checkpoint) -> int:

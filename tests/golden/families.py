@@ -107,6 +107,8 @@ FAMILIES: dict[str, Tiny] = {
         },
         WINDOW,
     ),
+    "glm": Tiny("Glm", {"head_dim": 16, "attention_bias": True}),
+    "glm4": Tiny("Glm4", {"head_dim": 16, "num_hidden_layers": 2}),
     "gpt2": Tiny(
         "GPT2",
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128, "n_inner": 80}

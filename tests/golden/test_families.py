@@ -1,5 +1,5 @@
 """Every family against transformers: logits at every position, whole, in chunks, after a cached
-prefix and among others; greedy tokens; bfloat16."""
+prefix and among others; greedy tokens; bfloat16 (bugs B099, B100)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.backends.choose import settled
 from headrace.backends.cpu.forward import Batch, TorchForward
 from headrace.backends.cpu.kv_store import KvStore
+from headrace.config import Settings
 from headrace.engine.protocol import Capacity
+from headrace.errors import ConfigError
 from headrace.models.spec import read_spec
-from headrace.runner.build import load_model
+from headrace.runner.build import load_model, load_runner
 from headrace.runner.checkpoint import open_checkpoint
 from headrace.runner.runner import TorchRunner
 from headrace.runner.worker import InlineWorker
 from headrace.sources.files import ModelFiles
+from tests.devices import load
 from tests.golden.families import FAMILIES, VOCAB, lengths, save
 from tests.golden.product import Case, on_processor, run
 from tests.golden.reference import NEAR_TIE, agree, greedy
@@ -160,6 +164,31 @@ def test_greedy_tokens(family: Family, ours: Ours) -> None:
         taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert len(taken) == GREEDY_TOKENS
         assert float((logits.amax(1) - taken).max()) < NEAR_TIE
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "glm"])
+def test_what_is_settled_at_load_runs_on_every_backend(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    """Fixed frequencies of any kind; partial and paired heads, which are reordered as they load."""
+    model, files = save(name, tmp_path)
+    runner = load(backend, files, dtype="float32", kv_blocks=40, block_size=BLOCK, threads=1)
+    prompt = list(range(70))
+    (tokens,) = generate(runner, [Job(prompt, 12, chunk=33)])
+    runner.close()
+    assert agree(tokens, greedy(model, prompt, 12)) == 12
+
+
+def test_kernels_that_lack_something_say_so(tmp_path: Path) -> None:
+    """auto goes on with torch and says why; what needs native kernels is refused."""
+    _, files = save("mistral", tmp_path)
+    fields: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "kv_blocks": 8, "threads": 1}
+    runner, info = load_runner(settled(Settings(**fields)), files, lambda phase, seconds: None)
+    runner.close()
+    assert "torch: native kernels do not compute sliding window" in info.ledger[0]
+    for asked in ({"cpu_kernels": "native"}, {"quantization": "int8"}, {"cpu_precision": "fast"}):
+        with pytest.raises(ConfigError, match="sliding window"):
+            load_runner(settled(Settings(**fields | asked)), files, lambda phase, seconds: None)
 
 
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])
