@@ -8,13 +8,13 @@ a dropped feature gives fluent text at first and rubbish later.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from headrace.errors import ModelError
 from headrace.models import registry
+from headrace.sources.card import known_ids, read_json
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
 from headrace.sources.labels import labels_of
@@ -227,8 +227,8 @@ def read_spec(files: ModelFiles) -> ModelSpec:
         return from_gguf(read_header(files.path, strings=False))
     if files.kind != "hf":
         raise ModelError(f"{files.name}: a model of kind {files.kind!r} has no weights")
-    config = _read_json(files.path / "config.json")
-    return from_hf(config, _tokenizer_size(files.path / "tokenizer.json"))
+    config = read_json(files.path / "config.json", required=True)
+    return from_hf(config, known_ids(files.path / "tokenizer.json"))
 
 
 def from_hf(config: Mapping[str, Any], known_ids: int = 0) -> ModelSpec:
@@ -251,26 +251,3 @@ def from_hf(config: Mapping[str, Any], known_ids: int = 0) -> ModelSpec:
 def from_gguf(header: Header) -> ModelSpec:
     """The spec in a GGUF header. Raises ModelError as `from_hf` does."""
     return registry.module_of(header.architecture).from_gguf(header)
-
-
-def _tokenizer_size(path: Path) -> int:
-    """One more than the highest id in a tokenizer.json; 0 if there is none."""
-    if not path.exists():
-        return 0
-    data = _read_json(path)
-    vocab = data.get("model", {}).get("vocab") or {}
-    highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
-    added = [int(token["id"]) for token in data.get("added_tokens") or ()]
-    return int(max(highest, *added, -1)) + 1
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return data

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ModelError
-from headrace.sources.card import gguf_card, read_card
+from headrace.sources.card import gguf_card, known_ids, read_card
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header
 from headrace.sources.resolve import FAKE
@@ -117,6 +117,17 @@ def test_template_places(tmp_path: Path) -> None:
 def test_broken_folder(tmp_path: Path, files: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         read_card(folder(tmp_path, **files))
+
+
+def test_a_vocabulary_that_the_config_leaves_out(tmp_path: Path) -> None:
+    """As Gemma 3's that see pictures do: the tokenizer's ids are the legal ones."""
+    files = folder(tmp_path, config={"text_config": {"model_type": "gemma3_text"}})
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "c"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert read_card(files).vocab_size == 10
+    (tmp_path / "tokenizer.json").write_text("[")
+    with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
+        known_ids(tmp_path / "tokenizer.json")
 
 
 def test_missing_and_unreadable_config(tmp_path: Path) -> None:
