@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from headrace.kernels.columns import StepColumns
 from headrace.kernels.dense_prefill import Attend, cudnn
 from headrace.kernels.tuned import Decoding
 from headrace.messages import StepPlan
-from headrace.models.spec import ModelSpec, Rope
+from headrace.models.layers import Attention as LayerAttention
+from headrace.models.spec import LayerSpec, ModelSpec, Rope
 from tests.kernels.attention_cache import Paged, paged
 from tests.kernels.conftest import CUDA, assert_close
 from tests.kernels.test_dense_prefill import on_the_cpu
@@ -24,7 +26,7 @@ from tests.kernels.test_dense_prefill import on_the_cpu
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
-def spec_of(heads: int, kv_heads: int, d: int) -> ModelSpec:
+def spec_of(heads: int, kv_heads: int, d: int, **more: Any) -> ModelSpec:
     return ModelSpec(
         architecture="LlamaForCausalLM",
         layers=1,
@@ -40,6 +42,7 @@ def spec_of(heads: int, kv_heads: int, d: int) -> ModelSpec:
         tied=True,
         qkv_bias=False,
         max_positions=16384,
+        **more,
     )
 
 
@@ -69,6 +72,9 @@ class Step:
         own = slice(PADDING, PADDING + self.tokens)  # before and behind it: NaN
         memory[own].normal_(generator=generator)
         self.q = memory.to(DEVICE, dtype)[own]
+        self.layer = LayerAttention(spec, 0, dtype).to(DEVICE)
+        if self.layer.sinks is not None:
+            self.layer.sinks.normal_()
         decoding = Decoding(decode_config(dtype, spec.head_dim), 4)
         self.attention = Attention(
             spec, 4, self.tokens, len(spans), dtype, DEVICE, decoding=lambda tokens: decoding
@@ -93,7 +99,7 @@ class Step:
         )
         step = self.attention.mixed(self.columns, plan)
         out = torch.full(self.q.shape, torch.nan, dtype=self.dtype, device=DEVICE)
-        found = step.attend(self.q, self.cache.k, self.cache.v, out)
+        found = step.attend(self.layer, self.q, self.cache.k, self.cache.v, out)
         assert_close(found, self.reference(), self.dtype)
         assert found.is_contiguous()
         self.copied = found is out
@@ -104,9 +110,29 @@ class Step:
         for row, (start, count) in enumerate(self.spans):
             table, q = self.cache.tables[row], self.q[first : first + count]
             keys, values = (cached(x, table, start + count) for x in (self.cache.k, self.cache.v))
-            parts += [attend_reference(q, keys, values, start, scale=self.attention.scale)]
+            layer = self.layer
+            parts += [
+                attend_reference(
+                    q,
+                    keys,
+                    values,
+                    start,
+                    scale=layer.scale,
+                    window=layer.window,
+                    softcap=layer.softcap,
+                    sinks=layer.sinks,
+                )
+            ]
             first += count
         return torch.cat(parts)
+
+
+def test_windows_sinks_and_scores_of_a_layer() -> None:
+    kinds = (LayerSpec(window=9, scale=0.3),)
+    spec = spec_of(4, 2, 16, kinds=kinds, sinks=True, softcap=5.0)
+    step = Step([(17, 1), (0, 1), (20, 11), (0, 3)], spec, torch.float32)
+    assert step.run() == 0, "no library computes it"
+    assert "windows" in step.attention.prepare(step.cache.k, step.cache.v, step.cache.tables).reason
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,11 @@ from headrace.kernels.columns import StepColumns
 from headrace.kernels.dense_prefill import Span
 from headrace.kernels.tuned import Decoding
 from headrace.messages import StepPlan
+from headrace.models.layers import Attention as LayerAttention
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
+
+_NOT_PLAIN = "the model has windows, sinks or scores of its own"
 
 
 def check_choice(
@@ -53,6 +57,12 @@ def _refusal(choice: PrefillAttention, why_not: str) -> ConfigError:
     return ConfigError(f"{SETTING} = {choice}: {why_not}; auto takes what there is", param=SETTING)
 
 
+def plain(spec: ModelSpec) -> bool:
+    """Whether the libraries' kernels compute it: the whole context, scores as they are."""
+    bent = any(layer.window or layer.scale for layer in spec.every_layer())
+    return not (bent or spec.sinks or spec.softcap)
+
+
 class Attention:
     """What the steps of one model share: scratch memory and the shape of its heads.
 
@@ -71,7 +81,12 @@ class Attention:
         decoding: Callable[[int], Decoding],
         choice: PrefillAttention = "auto",
     ) -> None:
+        if not plain(spec):
+            if choice in ("cudnn", "flashinfer"):
+                raise _refusal(choice, _NOT_PLAIN)
+            choice = "triton"
         self._choice = choice
+        self._plain = plain(spec)
         self.scale = spec.head_dim**-0.5
         self.decoding = decoding
         splits = most_splits(spec.kv_heads, multiprocessors)
@@ -95,7 +110,9 @@ class Attention:
             self.paged = FlashInferChunks(*shape, self.scale, dtype, device)
             return
         sizes = tuple(size for size in SIZES if size <= max_tokens)
-        self._why_not = "as set" if choice == "triton" else unsupported(dtype, shape[2], device)
+        self._why_not = "as set" if self._plain else _NOT_PLAIN
+        if choice != "triton":
+            self._why_not = unsupported(dtype, shape[2], device)
         if not self._why_not and not sizes:
             self._why_not = f"no chunk of {max_tokens} tokens is long enough for cuDNN"
         if self._why_not and choice == "cudnn":
@@ -196,7 +213,9 @@ class StepAttention:
             columns.tables,
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    def attend(
+        self, attention: LayerAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> Tensor:
         """q, out [T, heads, d]; k, v a layer's cache, where the step's own k and v are already.
 
         Where dense chunks may come, q's memory goes on for `PADDING` rows at both ends. Returns
@@ -206,6 +225,12 @@ class StepAttention:
         if self._planned is not None:
             self._planned.attend(q, k, v, out)
         shared, singles = self._shared, self._singles
+        how: dict[str, Any] = {
+            "scale": attention.scale,
+            "window": attention.window,
+            "softcap": attention.softcap,
+            "sinks": attention.sinks,
+        }
         if singles:
             config, splits = shared.decoding(singles)
             decode(
@@ -213,7 +238,7 @@ class StepAttention:
                 k,
                 v,
                 self._alone,
-                scale=shared.scale,
+                **how,
                 splits=splits,
                 scratch=shared.scratch,
                 out=out[:singles],
@@ -226,7 +251,7 @@ class StepAttention:
                 v,
                 self._columns.tables,
                 self._chunks,
-                scale=shared.scale,
+                **how,
                 scratch=shared.parts,
                 out=out,
             )

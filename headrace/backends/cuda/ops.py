@@ -33,7 +33,10 @@ from headrace.models.layers import Attention, Embedding, GatedMlp, Linear, Mlp, 
 from headrace.models.routed import RoutedMlp
 
 # Of `models.features`, beyond the plain decoder.
-COMPUTES = frozenset({"q and k norms", "experts", "latent attention"})
+COMPUTES = frozenset({
+    "q and k norms", "sliding window", "attention sinks", "scaled scores", "soft-capped scores",
+    "output bias", "experts", "MLP of clamped", "latent attention",
+})  # fmt: skip
 _REFUSED = "refused at load: see COMPUTES"
 
 # kind, m tokens, N and K of a weight -> configuration of the kernel for few tokens; None: the
@@ -227,7 +230,7 @@ class CudaOps:
         assert isinstance(self._attention, StepAttention), "made for attention by heads"
         store, layer = self._place.store, attention.reads
         out = self._place.buffers.attended[: self._tokens]
-        out = self._attention.attend(q, store.k[layer], store.v[layer], out)
+        out = self._attention.attend(attention, q, store.k[layer], store.v[layer], out)
         return out.view(self._tokens, -1)
 
     def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
@@ -260,6 +263,7 @@ class CudaOps:
         """-> x + mlp(norm(x)), in place."""
         assert isinstance(norm, RMSNorm), _REFUSED
         assert isinstance(mlp, GatedMlp), _REFUSED
+        assert mlp.act == "silu", _REFUSED  # clamped is in experts alone
         assert post is None, _REFUSED
         buffers, n = self._place.buffers, self._tokens
         weight = mlp.gate_up.weight
