@@ -21,6 +21,7 @@ from headrace.kernels.attention import LOG2E, check_layout, output_like, soft_ca
 from headrace.kernels.attention_configs import PrefillConfig, prefill_config
 from headrace.kernels.chunks import TILE_WORDS, Chunks, Tiling
 from headrace.kernels.launch import launch
+from headrace.kernels.shapes import power_of_two
 
 
 @triton.jit
@@ -284,7 +285,7 @@ class PrefillScratch:
 
 def padded_dim(head_dim: int) -> int:
     """As `tl.dot` wants it."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
+    return max(16, power_of_two(head_dim))
 
 
 def prefill(

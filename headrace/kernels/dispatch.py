@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.launch import launch
 from headrace.kernels.router import Routing, check_logits, choose, constants, route
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
 FUSED_TOKENS = 16  # up to which each expert's program routes all tokens itself
 LARGEST_TILE = 128  # rows
@@ -81,7 +81,7 @@ class DispatchScratch:
         self._tiles = torch.zeros(most, dtype=torch.int32, device=device)
         rows = most_tiles(tokens, routing, LARGEST_TILE) * LARGEST_TILE
         self._order = torch.zeros(rows, dtype=torch.int32, device=device)
-        shape = (_turns(items), triton.next_power_of_2(routing.total))
+        shape = (_turns(items), power_of_two(routing.total))
         self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def of(self, tokens: int, tile_rows: int) -> Dispatch:
@@ -106,7 +106,7 @@ class DispatchScratch:
 
 def _turns(items: int) -> int:
     """Of that many assignments, padded: a power of two."""
-    return int(triton.next_power_of_2(triton.cdiv(items, _ITEMS)))
+    return power_of_two(cdiv(items, _ITEMS))
 
 
 @triton.jit
@@ -317,7 +317,7 @@ def _check(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:
     assert into.each == routing.each, "experts of a token"
     tiles, rows = into.tiles, into.tile_rows
     assert tiles >= most_tiles(into.tokens, routing, rows), "too few tiles"
-    assert rows == triton.next_power_of_2(rows), "rows of a tile are a power of two"
+    assert rows == power_of_two(rows), "rows of a tile are a power of two"
     check_output(into.order, (tiles, rows))
     check_output(into.tile_experts, (tiles,))
     check_output(into.weights, (into.tokens, routing.each))
@@ -349,14 +349,14 @@ def route_and_dispatch(
         return
     check_logits(logits, routing, correction, rows)
     _check(into, routing, tally)
-    padded = triton.next_power_of_2(max(1, tokens))
+    padded = power_of_two(max(1, tokens))
     launch(route_dispatch_kernel, (routing.total,),
         logits, logits if correction is None else correction,
         into.experts if rows is None else rows,
         into.experts, into.weights, into.order, into.tile_experts,
         into.experts if tally is None else tally, tokens, spare, into.tiles,
         **constants(routing, correction, rows), BT=padded,
-        BINS=triton.next_power_of_2(routing.total), BM=into.tile_rows, BF=128,
+        BINS=power_of_two(routing.total), BM=into.tile_rows, BF=128,
         TALLY=tally is not None, num_warps=min(8, max(1, padded // 2)), **pdl.options(with_pdl),
     )  # fmt: skip
 
@@ -372,7 +372,7 @@ def dispatch(
     items = into.tokens * into.each
     common: dict[str, Any] = {"BM": into.tile_rows, "BF": 128, "TALLY": tally is not None}
     if items > _ITEMS:
-        turns, (most, bins) = triton.cdiv(items, _ITEMS), into.counts.shape
+        turns, (most, bins) = cdiv(items, _ITEMS), into.counts.shape
         assert turns <= most, f"{turns} turns of assignments, room for {most}"
         launch(count_kernel, (turns,),
             into.experts, into.counts, items, EP=bins, BA=_ITEMS, num_warps=8,
@@ -384,11 +384,11 @@ def dispatch(
             EP=bins, CP=most, BA=_ITEMS, num_warps=8, **common, **pdl.options(with_pdl),
         )  # fmt: skip
         return
-    block = min(_ITEMS, triton.next_power_of_2(max(16, items)))
+    block = min(_ITEMS, power_of_two(max(16, items)))
     launch(dispatch_kernel, (routing.total,),
         into.experts, into.order, into.tile_experts, into.experts if tally is None else tally,
         items, into.tiles,
-        EP=triton.next_power_of_2(routing.total), BA=block, num_warps=8 if block > 1024 else 4,
+        EP=power_of_two(routing.total), BA=block, num_warps=8 if block > 1024 else 4,
         **common, **pdl.options(with_pdl),
     )  # fmt: skip
 

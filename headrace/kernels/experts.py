@@ -21,7 +21,7 @@ from headrace.kernels import pdl
 from headrace.kernels.dispatch import LARGEST_TILE, Dispatch
 from headrace.kernels.launch import launch
 from headrace.kernels.router import Routing
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
 SWIGLU_ALPHA = 1.702  # of gpt-oss: https://github.com/openai/gpt-oss, swiglu in torch/model.py
 
@@ -276,7 +276,7 @@ def expert_gate_up(
     _, rows, k = weight.shape
     _check(x, weight, bias, plan.tokens, plan)
     check_output(out, (plan.tokens * plan.each, rows // 2))
-    launch(expert_gate_up_kernel, (plan.tiles * triton.cdiv(rows, config.block_n),),
+    launch(expert_gate_up_kernel, (plan.tiles * cdiv(rows, config.block_n),),
         x, weight, weight if bias is None else bias, plan.order, plan.tile_experts, out, limit,
         EACH=plan.each, FFN=rows // 2, K=k, BM=plan.tile_rows, BN=config.block_n,
         BK=columns_a_turn(x, config), ONCE=plan.tile_rows <= 16, BIAS=bias is not None,
@@ -300,7 +300,7 @@ def expert_down(
     _, n, k = weight.shape
     _check(x, weight, bias, plan.tokens * plan.each, plan)
     check_output(out, (plan.tokens * plan.each, n))
-    launch(expert_down_kernel, (plan.tiles * triton.cdiv(n, config.block_n),),
+    launch(expert_down_kernel, (plan.tiles * cdiv(n, config.block_n),),
         x, weight, weight if bias is None else bias, plan.order, plan.tile_experts, out,
         N=n, K=k, BM=plan.tile_rows, BN=config.block_n, BK=columns_a_turn(x, config),
         ONCE=plan.tile_rows <= 16, BIAS=bias is not None,
@@ -325,8 +325,8 @@ def combine(
     check_output(out, (plan.tokens, n))
     if plan.tokens == 0:
         return out
-    block = min(1024, triton.next_power_of_2(n))
-    launch(combine_kernel, (plan.tokens, triton.cdiv(n, block)),
+    block = min(1024, power_of_two(n))
+    launch(combine_kernel, (plan.tokens, cdiv(n, block)),
         y, plan.experts, plan.weights, out if residual is None else residual, out,
         EACH=plan.each, N=n, BN=block, RESIDUAL=residual is not None,
         num_warps=max(1, block // 256), **pdl.options(with_pdl),

@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,14 +151,14 @@ def latent_write(
     check_output(out, (tokens, shape.heads, shape.query))
     if tokens == 0:
         return out
-    heads = triton.next_power_of_2(min(shape.heads, 16))
-    launch(latent_write_kernel, (tokens, triton.cdiv(shape.heads, heads)),
+    heads = power_of_two(min(shape.heads, 16))
+    launch(latent_write_kernel, (tokens, cdiv(shape.heads, heads)),
         q, kv, gain, columns.rows, columns.positions, columns.writes, columns.tables, cos, sin,
         out, cache, columns.tables.stride(0), eps,
         Q_STRIDE=q.stride(0), KV_STRIDE=kv.stride(0), HEADS=shape.heads, RANK=shape.rank,
         NOPE=shape.nope, HALF=half, PAGE=cache.shape[2], BH=heads,
-        BR=triton.next_power_of_2(shape.rank), BN=triton.next_power_of_2(shape.nope),
-        BI=triton.next_power_of_2(half), num_warps=4, **pdl.options(with_pdl),
+        BR=power_of_two(shape.rank), BN=power_of_two(shape.nope),
+        BI=power_of_two(half), num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
     return out
 
@@ -245,14 +245,14 @@ def absorb(
     _check_weight(weight, shape)
     if tokens == 0:
         return out
-    bm = min(64, max(16, triton.next_power_of_2(tokens)))
-    bn = min(64 if bm < 64 else 128, triton.next_power_of_2(shape.rank))
-    grid = (shape.heads, triton.cdiv(shape.rank, bn), triton.cdiv(tokens, bm))
+    bm = min(64, max(16, power_of_two(tokens)))
+    bn = min(64 if bm < 64 else 128, power_of_two(shape.rank))
+    grid = (shape.heads, cdiv(shape.rank, bn), cdiv(tokens, bm))
     launch(absorb_kernel, grid,
         q, weight, out, tokens,
         HEADS=shape.heads, RANK=shape.rank, NOPE=shape.nope, ROPE=shape.rope, DV=shape.dv,
-        BM=bm, BN=bn, BK=max(16, triton.next_power_of_2(shape.nope)),
-        BR=triton.next_power_of_2(shape.rope), num_warps=4, **pdl.options(with_pdl),
+        BM=bm, BN=bn, BK=max(16, power_of_two(shape.nope)),
+        BR=power_of_two(shape.rope), num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
     return out
 
@@ -303,10 +303,10 @@ def value_up(
     _check_weight(weight, shape)
     if tokens == 0:
         return out
-    bm = min(64, max(16, triton.next_power_of_2(tokens)))
-    bn = min(16 if bm < 64 else 64, triton.next_power_of_2(shape.dv))
-    bk = min(128 if x.element_size() == 2 else 32, max(16, triton.next_power_of_2(shape.rank)))
-    grid = (shape.heads, triton.cdiv(shape.dv, bn), triton.cdiv(tokens, bm))
+    bm = min(64, max(16, power_of_two(tokens)))
+    bn = min(16 if bm < 64 else 64, power_of_two(shape.dv))
+    bk = min(128 if x.element_size() == 2 else 32, max(16, power_of_two(shape.rank)))
+    grid = (shape.heads, cdiv(shape.dv, bn), cdiv(tokens, bm))
     launch(value_up_kernel, grid,
         x, weight, out, tokens,
         HEADS=shape.heads, RANK=shape.rank, NOPE=shape.nope, DV=shape.dv,

@@ -25,7 +25,7 @@ from headrace.kernels.attention_decode import (
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.latent import LatentShape
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import check_output, power_of_two
 
 _SUMMED = 2  # partial results that the last program of a token loads at a time
 
@@ -221,8 +221,8 @@ def latent_decode(
         scratch.outputs, scratch.stats, scratch.arrived,
         scale, tokens, columns.tables.shape[1], splits, scratch.slots,
         TOKENS=_padded_tokens(tokens), GROUPS=groups, GROUP=group, M=16,
-        RANK=shape.rank, ROPE=shape.rope, BR=max(16, triton.next_power_of_2(shape.rank)),
-        BP=max(16, triton.next_power_of_2(shape.rope)), PAGE=cache.shape[2],
+        RANK=shape.rank, ROPE=shape.rope, BR=max(16, power_of_two(shape.rank)),
+        BP=max(16, power_of_two(shape.rope)), PAGE=cache.shape[2],
         TILE=config.tile_keys, MIN_TILES=-(-config.min_share_keys // config.tile_keys),
         STAGES=config.stages, SUMMED=_SUMMED, num_warps=config.warps, **pdl.options(with_pdl),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from headrace.kernels.chunks import TILE_WORDS, Chunks
 from headrace.kernels.latent import LatentShape, up_parts
 from headrace.kernels.latent_decode import check_lines
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
 _GATHERED = 32  # lines of one program
 
@@ -233,9 +233,9 @@ def gather_lines(
     check_lines(cache)
     assert tables.is_contiguous(), "tables layout"
     check_output(out, (plan.keys, line))
-    launch(gather_lines_kernel, (n, triton.cdiv(plan.longest, _GATHERED)),
+    launch(gather_lines_kernel, (n, cdiv(plan.longest, _GATHERED)),
         cache, plan.chunks.rows, plan.ends, plan.key_firsts, tables, out, tables.shape[1],
-        LINE=line, BL=triton.next_power_of_2(line), PAGE=cache.shape[2], TILE=_GATHERED,
+        LINE=line, BL=power_of_two(line), PAGE=cache.shape[2], TILE=_GATHERED,
         num_warps=8, **pdl.options(with_pdl),
     )  # fmt: skip
     return out

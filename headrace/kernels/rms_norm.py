@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import check_output, power_of_two
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -60,7 +60,7 @@ def inverse_rms(x: Tensor, eps: float, *, out: Tensor, with_pdl: bool = False) -
     assert out.dtype == torch.float32, "a factor is float32"
     if tokens == 0:
         return out
-    block = triton.next_power_of_2(k)
+    block = power_of_two(k)
     launch(inverse_rms_kernel, (tokens,), x, out, eps,
         K=k, BK=block, num_warps=min(16, max(1, block // 512)), **pdl.options(with_pdl),
     )  # fmt: skip
@@ -92,7 +92,7 @@ def rms_norm(
     assert weight.shape == (k,), "weight is [K]"
     if tokens == 0:
         return out
-    block = triton.next_power_of_2(k)
+    block = power_of_two(k)
     launch(rms_norm_kernel, (tokens,),
         x, weight, x if residual is None else residual, out, eps,
         K=k, BK=block, RESIDUAL=residual is not None,

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output, check_scale
+from headrace.kernels.shapes import cdiv, check_output, check_scale, power_of_two
 
 
 @triton.jit(do_not_specialize=["width", "eps"], do_not_specialize_on_alignment=COLUMNS)
@@ -163,9 +163,9 @@ def rotary_write(
     check_output(q, (tokens, heads, d))
     if tokens == 0:
         return q
-    lanes = triton.next_power_of_2(d // 2)
-    group = max(1, min(triton.next_power_of_2(every), 1024 // lanes))
-    launch(rotary_write_kernel, (tokens, triton.cdiv(every, group)),
+    lanes = power_of_two(d // 2)
+    group = max(1, min(power_of_two(every), 1024 // lanes))
+    launch(rotary_write_kernel, (tokens, cdiv(every, group)),
         qkv, qkv if scale is None else scale, qkv if bias is None else bias,
         q_gain, k_gain, columns.rows, columns.positions, columns.writes, columns.tables,
         cos, sin, q, k, v,

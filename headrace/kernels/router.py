@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output
+from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
 NOWHERE = -1  # the expert of a padding token
 
@@ -221,9 +221,9 @@ def constants(
         "TOP_GROUPS": routing.top_groups,
         "PAIRS": routing.group_pairs,
         "PADDED": rows is not None,
-        "EP": triton.next_power_of_2(routing.experts),
-        "KP": triton.next_power_of_2(routing.each),
-        "GP": triton.next_power_of_2(max(1, routing.groups)),
+        "EP": power_of_two(routing.experts),
+        "KP": power_of_two(routing.each),
+        "GP": power_of_two(max(1, routing.groups)),
     }
 
 
@@ -262,7 +262,7 @@ def route(
     if tokens == 0:
         return
     group = 1 if tokens <= 1024 else 4
-    launch(route_kernel, (triton.cdiv(tokens, group),),
+    launch(route_kernel, (cdiv(tokens, group),),
         logits, logits if correction is None else correction, experts if rows is None else rows,
         experts, weights, tokens, spare,
         **constants(routing, correction, rows), BT=group,

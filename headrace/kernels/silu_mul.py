@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.launch import launch
-from headrace.kernels.shapes import check_output, check_scale
+from headrace.kernels.shapes import cdiv, check_output, check_scale, power_of_two
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def silu_mul(
     check_scale(scale, tokens)
     if tokens == 0:
         return out
-    block = min(2048, triton.next_power_of_2(ffn))
+    block = min(2048, power_of_two(ffn))
     launch(
         silu_mul_kernel,
-        (tokens, triton.cdiv(ffn, block)),
+        (tokens, cdiv(ffn, block)),
         gate_up,
         gate_up if scale is None else scale,  # never read where there is none
         out,
