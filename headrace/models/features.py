@@ -28,7 +28,7 @@ def features(spec: ModelSpec) -> list[str]:
         "q and k norms": spec.qk_norm,
         "v norms": spec.v_norm,
         "layers without rotary embedding": "none" in names,
-        "two rotary embeddings": {"global", "local"} <= names,
+        "two rotary embeddings": "local" in names,
         "rotary frequencies by length": spec.by_length is not None,
         "shared K and V": any(layer.kv_from >= 0 for layer in kinds),
         "sliding window": any(layer.window for layer in kinds),
