@@ -47,6 +47,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     engine: Literal["headrace", "naive"] = "headrace"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    allow_pickle: bool = False
+    check_weights: bool = False
     quantization: Literal["none", "int8", "int4"] = "none"
     cpu_kernels: Literal["auto", "native", "torch"] = "auto"
     cpu_precision: Literal["auto", "exact", "fast"] = "auto"
@@ -111,6 +113,10 @@ HELP: Mapping[str, str] = {
     "engine": "headrace, or naive: one transformers generate() at a time, the yardstick",
     "dtype": "type of weights and activations; auto follows the checkpoint and the processor",
     "load_format": "auto reads the checkpoint's weights; dummy draws random ones",
+    "allow_pickle": "read a folder whose weights are pickles (pytorch_model.bin); torch's "
+    "restricted unpickler takes tensors alone",
+    "check_weights": "before weights are loaded, look for values that are NaN or infinite, or "
+    "become so in --dtype; reads the checkpoint twice",
     "quantization": "cpu backend, native kernels: int8 or int4 quantises a float checkpoint's "
     "matrices as they are loaded; a packed GGUF file stays as it is packed",
     "cpu_kernels": "cpu backend: native (C++, built once, packed weights) or torch; auto = native "
@@ -279,6 +285,8 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
             param="max_num_batched_tokens",
         )
     _check_keys(settings.api_key)
+    if settings.check_weights and settings.load_format == "dummy":
+        raise ConfigError("check_weights: random weights need no check", param="check_weights")
     if settings.fake_step_ms and settings.backend != "fake":
         raise ConfigError("fake_step_ms needs backend = fake", param="fake_step_ms")
     return settings

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from headrace.engine.protocol import ServingEngine
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
+Progress = Callable[[int, int], None]  # (bytes of weights that are loaded, bytes in all)
+PROGRESS_S = 0.1  # between two words of the engine process about weights that load
 FAKE_MODEL_LEN, FAKE_KV_BLOCKS = 8192, 4096
 
 
@@ -48,7 +50,10 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
     settled(settings)  # refuses what cannot run before anything is downloaded
     fake = settings.backend == "fake" and not settings.model
     weights = settings.load_format != "dummy"
-    files = FAKE if fake else resolve(settings.model, say=say, weights=weights)
+    files = FAKE
+    if not fake:
+        pickles = settings.allow_pickle
+        files = resolve(settings.model, say=say, weights=weights, pickles=pickles)
     if files.kind == "hf" and not (files.path / "tokenizer.json").exists():
         say(f"{files.path} has no tokenizer.json: prompts are token ids, answers carry no text")
     if not settings.served_model_name:
@@ -57,9 +62,12 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
 
 
 def build_engine(
-    settings: Settings, files: ModelFiles, report: Report
+    settings: Settings, files: ModelFiles, report: Report, progress: Progress | None = None
 ) -> tuple[ServingEngine, EngineInfo]:
-    """Load the model and put an engine around it. Raises SetupError."""
+    """Load the model and put an engine around it; `progress` hears of every piece of its weights.
+
+    Raises SetupError.
+    """
     settings = settled(settings)
     if settings.engine == "naive":
         from headrace.bench.naive import build_naive
@@ -69,7 +77,7 @@ def build_engine(
     from headrace.kv.cache import KVCache
 
     fake = settings.backend == "fake"
-    runner = _fake_runner(settings) if fake else _torch_runner(settings, files, report)
+    runner = _fake_runner(settings) if fake else _torch_runner(settings, files, report, progress)
     facts = runner.capacity
     target_s = resolve_itl_target_s(settings, facts.cost)
     if target_s.value:
@@ -138,7 +146,9 @@ def _fake_sizes(settings: Settings) -> tuple[int, int]:
     return blocks, min(settings.max_model_len or FAKE_MODEL_LEN, room)
 
 
-def _torch_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
+def _torch_runner(
+    settings: Settings, files: ModelFiles, report: Report, progress: Progress | None
+) -> Any:
     if files.kind == "fake":
         raise ConfigError("the fake model needs backend = fake", param="backend")
     begun = time.perf_counter()
@@ -146,7 +156,7 @@ def _torch_runner(settings: Settings, files: ModelFiles, report: Report) -> Any:
         from headrace.runner.build import load_runner
 
     report("import torch", time.perf_counter() - begun)
-    runner, info = load_runner(settings, files, report)
+    runner, info = load_runner(settings, files, report, progress)
     for line in info.ledger:
         report(line, 0.0)
     return runner
@@ -203,7 +213,8 @@ def _explain_model(settings: Settings, backend: str) -> Mapping[str, Resolved[An
     from headrace.sources.resolve import local
 
     try:
-        files = local(settings.model)
+        weights = settings.load_format != "dummy"
+        files = local(settings.model, weights=weights, pickles=settings.allow_pickle)
         if files is None:
             return dict.fromkeys(keys, Resolved("at start", "the model is not on this machine yet"))
         from headrace.runner import build
@@ -249,8 +260,16 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
             phase(name)
             tell.send(("phase", name, seconds))
 
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told_s
+            now_s = time.perf_counter()
+            if now_s - told_s > PROGRESS_S:
+                told_s = now_s
+                tell.send(("weights", (done_bytes, total_bytes), 0.0))
+
+        told_s = 0.0
         phase("loading")
-        engine, info = build_engine(settings, files, report)
+        engine, info = build_engine(settings, files, report, progress)
         if (
             resolve_backend(settings).value == "cuda"
         ):  # elsewhere 45 MB of RAM weigh more than 0.5 s

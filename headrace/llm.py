@@ -27,6 +27,7 @@ from headrace.draws import parse_defaults
 from headrace.errors import EngineDead, InvalidRequest, RequestFailed, by_code
 from headrace.grammar.asked import of_structured
 from headrace.grammar.check import Checker
+from headrace.load_bar import LoadBar
 from headrace.messages import Abort, Done, End, Finish, Grammar, Logprobs, Pooling, Submit
 from headrace.params import BeamParams, SamplingParams
 from headrace.pooled import Classification, Embedding, classified, embedded
@@ -78,7 +79,8 @@ class LLM:
         self._template = ChatTemplate(self._card)
         server = parse_defaults(self.settings.default_sampling)
         self._sampler = Sampler(self._card, server, self._tokenizer)
-        self._engine, self.info = launch.build_engine(self.settings, files, _quiet)
+        with LoadBar(lambda line: None, shown=sys.stderr.isatty()) as bar:
+            self._engine, self.info = launch.build_engine(self.settings, files, _quiet, bar.show)
         self._handles = itertools.count()
         self._live: dict[int, Job] = {}
         self._seeds = random.Random(self.settings.seed or secrets.randbits(64))

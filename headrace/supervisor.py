@@ -30,6 +30,7 @@ from headrace.backends.choose import resolve_api_workers, resolve_backend
 from headrace.children import die_with_parent
 from headrace.config import Settings
 from headrace.errors import ConfigError
+from headrace.load_bar import LoadBar
 from headrace.pages import give_back
 from headrace.sources.files import ModelFiles
 
@@ -67,6 +68,7 @@ class Supervisor:
         self.signals = 0  # SIGTERM and SIGINT so far
         self.loaded = self.ready = False  # the engine said so; /ready says so
         self.api_restarts = 0
+        self.bar = LoadBar(lambda line: say(f"  {line}"), shown=sys.stderr.isatty())
 
     def run(self) -> int:
         self._banner()
@@ -158,7 +160,12 @@ class Supervisor:
             kind, what, seconds = self.pipe.recv()
         except (EOFError, OSError):
             self.pipe = None
+            self.bar.stop()
             return
+        if kind == "weights":
+            self.bar.show(*what)
+            return
+        self.bar.stop()
         if kind == "phase":
             self.say(f"  {what}" if not seconds else f"  {what:<28} {seconds:6.2f} s")
         elif kind == "failed":
@@ -210,6 +217,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         """HTTP first (it drains), then the engine; whoever ignores SIGTERM is killed."""
+        self.bar.stop()
         self.sock.close()
         drain_s = self.settings.shutdown_timeout_s + KILL_AFTER_S
         _end(self.api, drain_s)

@@ -52,8 +52,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "completion": BASE | {"text", "params"},
     "pooled": {"completion", "sources", "vectors"},
     "progress": set(),
+    "load_bar": set(),
     "llm": BASE
     | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"}
+    | {"load_bar"}
     | {"beams", "completion", "grammar", "vectors", "pooled"},
     "launch": {"*"},
     "supervisor": {"*"},

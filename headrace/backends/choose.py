@@ -25,7 +25,7 @@ from headrace.errors import ConfigError
 _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "fake": (
         "dtype", "load_format", "quantization", "kv_dtype", "kv_memory", "threads",
-        "gpu_memory_utilization", "prefill_attention",
+        "gpu_memory_utilization", "prefill_attention", "allow_pickle", "check_weights",
     ),
     "cpu": ("gpu_memory_utilization", "prefill_attention"),
     "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.models.slots import Derived
 from headrace.quant import mxfp4
-from headrace.runner.checkpoint import SafetensorsFolder, Stored
+from headrace.runner.checkpoint import PickledFolder, SafetensorsFolder, Stored
 
 _PACKED = ("_blocks", "_scales")
 
@@ -22,7 +22,9 @@ class Arranged:
 
     gguf = False
 
-    def __init__(self, inner: SafetensorsFolder, derived: Sequence[Derived]) -> None:
+    def __init__(
+        self, inner: SafetensorsFolder | PickledFolder, derived: Sequence[Derived]
+    ) -> None:
         self._inner = inner
         self.tensors: Mapping[str, Stored]
         self.tensors = found = dict(inner.tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from typing import Any
 
 import msgspec
@@ -32,16 +31,17 @@ from headrace.runner.build_cpu import (
 from headrace.runner.checkpoint import (
     PLAIN_DTYPES,
     Checkpoint,
+    PickledFolder,
     SafetensorsFolder,
     dtypes_of,
     open_checkpoint,
 )
 from headrace.runner.phase import Report, phase
+from headrace.runner.progress import Progress
 from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
 
 PROCESSOR = torch.device("cpu")
-PROGRESS_S = 5.0  # between two lines about weights that load
 
 
 class LoadInfo(msgspec.Struct, frozen=True):
@@ -64,20 +64,29 @@ class Facts(msgspec.Struct, frozen=True):
     wanted_model_len: Resolved[int]  # before the KV cache has its say
 
 
-def load_runner(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
-    """Load the model and make its KV cache; `report` hears of each phase. Needs settled settings.
+def load_runner(
+    settings: Settings,
+    files: ModelFiles,
+    report: Report,
+    progress: Progress | None = None,
+) -> tuple[Runner, LoadInfo]:
+    """Load the model and make its KV cache. Needs settled settings.
+
+    `report` hears of each phase, `progress` of every piece of the weights.
 
     Raises ConfigError (a setting that cannot be met) or ModelError (files that cannot be run).
     """
     assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
     if settings.backend == "cuda":
-        return _load_cuda(settings, files, report)
+        return _load_cuda(settings, files, report, progress)
     if settings.backend not in ("auto", "cpu"):
         raise ConfigError(f"backend = {settings.backend} runs no model", param="backend")
-    return _load_cpu(settings, files, report)
+    return _load_cpu(settings, files, report, progress)
 
 
-def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
+def _load_cuda(
+    settings: Settings, files: ModelFiles, report: Report, progress: Progress | None
+) -> tuple[Runner, LoadInfo]:
     # Compiled kernels stay; Triton's own key names sources, versions, options and card.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_home() / "triton"))
     with phase("find the GPU", report):
@@ -96,8 +105,9 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
             raise ConfigError(f"{card.name} has no bfloat16: use float16", param="dtype")
         head_dim = facts.spec.head_dim
         check_choice(settings.prefill_attention, facts.dtype.value, head_dim, target)
+    _check(settings, facts, report)
     with phase("load weights", report):
-        model = load_model(facts.spec, facts.checkpoint, facts.dtype.value, target, report)
+        model = load_model(facts.spec, facts.checkpoint, facts.dtype.value, target, progress)
         torch.cuda.synchronize(target)
     runner, blocks, length, lines = build_runner(
         settings, model, facts.wanted_model_len, card, report
@@ -106,18 +116,22 @@ def _load_cuda(settings: Settings, files: ModelFiles, report: Report) -> tuple[R
     return runner, _info(runner.capacity, weights, model.dtype, facts, blocks, length, lines)
 
 
-def _load_cpu(settings: Settings, files: ModelFiles, report: Report) -> tuple[Runner, LoadInfo]:
+def _load_cpu(
+    settings: Settings, files: ModelFiles, report: Report, progress: Progress | None
+) -> tuple[Runner, LoadInfo]:
     with phase("read the model's config", report):
         facts = read_facts(settings, files)
     spec = facts.spec
+    _check(settings, facts, report)
     with phase("load weights", report):
         torch.set_num_threads(settings.threads or device.cores())
         loaded = load_decoder(
             settings,
             spec,
             facts.checkpoint,
-            lambda dtype: load_model(spec, facts.checkpoint, dtype, report=report),
+            lambda dtype: load_model(spec, facts.checkpoint, dtype, progress=progress),
             facts.dtype.value,
+            progress,
         )
     dtype = kv_dtype(settings, loaded.kernels, facts.dtype.value)
     with phase("make the KV cache", report):
@@ -199,7 +213,7 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     """What headers and configs tell. Raises as `load_runner` does."""
     spec = read_spec(files)
     wanted = ledger.wanted_model_len(settings, spec)
-    checkpoint = None if settings.load_format == "dummy" else arranged(files, spec)
+    checkpoint = None if settings.load_format == "dummy" else arranged(files, spec, settings)
     stored = {spec.dtype} if checkpoint is None else dtypes_of(checkpoint)
     packed = [] if checkpoint is None else sorted(stored - PLAIN_DTYPES)
     if settings.quantization != "none" and packed:
@@ -215,10 +229,18 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     return Facts(spec, checkpoint, dtype, wanted)
 
 
-def arranged(files: ModelFiles, spec: ModelSpec) -> Checkpoint:
+def _check(settings: Settings, facts: Facts, report: Report) -> None:
+    """Refuse weights that are not finite, if the settings ask for that."""
+    if settings.check_weights and facts.checkpoint is not None:
+        with phase("check weights", report):
+            dtype = facts.dtype.value
+            weights.check(facts.spec, slots_of(facts.spec), facts.checkpoint, dtype)
+
+
+def arranged(files: ModelFiles, spec: ModelSpec, settings: Settings) -> Checkpoint:
     """The checkpoint as the family's slots name its tensors. Raises as `open_checkpoint` does."""
-    checkpoint, derived = open_checkpoint(files), derived_of(spec)
-    if derived and isinstance(checkpoint, SafetensorsFolder):
+    checkpoint, derived = open_checkpoint(files, settings.allow_pickle), derived_of(spec)
+    if derived and isinstance(checkpoint, SafetensorsFolder | PickledFolder):
         return Arranged(checkpoint, derived)
     return checkpoint
 
@@ -267,32 +289,14 @@ def load_model(
     checkpoint: Checkpoint | None,
     dtype: torch.dtype,
     device: torch.device = PROCESSOR,
-    report: Report | None = None,
+    progress: Progress | None = None,
 ) -> Decoder:
-    """The model with its weights on `device`; random ones if `checkpoint` is None.
-
-    `report` hears every few seconds how far it is.
-    """
+    """The model with its weights on `device`; random ones if `checkpoint` is None."""
     with torch.device(device):
         model = module_of(spec.architecture).build(spec, dtype)
     slots = slots_of(spec)
     if checkpoint is None:
         weights.fill_dummy(model, slots)
     else:
-        weights.load(model, slots, checkpoint, report and _every_few_seconds(report))
+        weights.load(model, slots, checkpoint, progress)
     return model
-
-
-def _every_few_seconds(report: Report) -> weights.Progress:
-    begun_s = said_s = time.perf_counter()
-
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal said_s
-        now_s = time.perf_counter()
-        if now_s - said_s < PROGRESS_S:
-            return
-        said_s = now_s
-        share = f"{ledger.show_bytes(done_bytes)} of {ledger.show_bytes(total_bytes)}"
-        report(f"loaded {share} of weights", now_s - begun_s)
-
-    return progress

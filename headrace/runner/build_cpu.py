@@ -26,6 +26,7 @@ from headrace.native.pool import Pool
 from headrace.native.weights import Arena
 from headrace.runner import ledger, pack, work
 from headrace.runner.checkpoint import Checkpoint
+from headrace.runner.progress import Progress
 from headrace.runner.runner import TorchRunner, table_width
 from headrace.runner.worker import InlineWorker, ThreadWorker, Worker
 
@@ -129,9 +130,11 @@ def load_decoder(
     checkpoint: Checkpoint | None,
     plain: Callable[[torch.dtype], Decoder],
     dtype: torch.dtype,
+    progress: Progress | None = None,
 ) -> Loaded:
     """The decoder as `resolve_kernels` wants it. `plain` loads one whose matrices are tensors;
-    random weights (no checkpoint) are drawn so and then packed."""
+    random weights (no checkpoint) are drawn so and then packed. `progress` hears of every piece
+    that goes to packed matrices."""
     kernels = resolve_kernels(settings, spec)
     if kernels.library is None:
         model = plain(dtype)
@@ -154,6 +157,7 @@ def load_decoder(
         arena,
         quantization=settings.quantization,
         threads=settings.threads or device.cores(),
+        progress=progress,
     )
     return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
 

@@ -1,11 +1,17 @@
-"""Checkpoints on disk, read a few rows at a time through a memory map."""
+"""Checkpoints on disk, read a few rows at a time."""
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
+import pickle
+import struct
+import weakref
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -15,6 +21,7 @@ from torch import Tensor
 
 from headrace.errors import ModelError
 from headrace.quant import ggml
+from headrace.runner import shards
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
 
@@ -41,9 +48,13 @@ class Checkpoint(Protocol):
         """Rows [start, stop) along the first axis, a plain float type. Raises ModelError."""
 
 
-def open_checkpoint(files: ModelFiles) -> Checkpoint:
+def open_checkpoint(files: ModelFiles, allow_pickle: bool = False) -> Checkpoint:
     """Raises ModelError if files are missing, cut or hold types that cannot be read."""
-    return GgufFile(files.path) if files.kind == "gguf" else SafetensorsFolder(files.path)
+    if files.kind == "gguf":
+        return GgufFile(files.path)
+    if allow_pickle and not any(files.path.glob("*.safetensors")):
+        return PickledFolder(files.path)
+    return SafetensorsFolder(files.path)
 
 
 def dtypes_of(checkpoint: Checkpoint) -> frozenset[str]:
@@ -52,66 +63,142 @@ def dtypes_of(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 class SafetensorsFolder:
-    """A folder with model.safetensors, or with shards and model.safetensors.index.json."""
+    """A folder with model.safetensors, or with shards and model.safetensors.index.json.
+
+    `tensors` are in the order in which they lie in the files. Rows are read from the file, not
+    through a memory map: what was read is then no part of this process's memory. Any thread.
+    """
 
     gguf = False
 
     def __init__(self, folder: Path) -> None:
         self.tensors: Mapping[str, Stored]
         self.tensors = found = {}
-        self._files: dict[str, Any] = {}
-        for path in _safetensors_files(folder):
-            try:
-                handle: Any = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"cannot read {path}: {error}") from None
-            for name in handle.keys():  # noqa: SIM118 - not a dict
-                piece = handle.get_slice(name)
-                kind = piece.get_dtype()
-                found[name] = Stored(tuple(piece.get_shape()), _SAFETENSORS_TYPES.get(kind, kind))
-                self._files[name] = handle
+        self._places: dict[str, _Place] = {}
+        paths, indexed = shards.find(folder, "model", ".safetensors")
+        for path in paths:
+            places = self._open(path)
+            shards.keep(path, places, self._places, indexed)
+        shards.refuse_lost(self._places, indexed)
+        for name, place in self._places.items():
+            found[name] = Stored(place.shape, _SAFETENSORS_TYPES.get(place.kind, place.kind))
+
+    def _open(self, path: Path) -> dict[str, _Place]:
+        try:
+            with safe_open(path, framework="pt"):  # it checks the header against the file
+                pass
+            file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read {path}: {error}") from None
+        weakref.finalize(self, os.close, file)
+        (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
+        header = msgspec.json.decode(os.pread(file, length, 8))
+        header.pop("__metadata__", None)
+        places = [
+            _Place(
+                file=file,
+                path=path,
+                offset=8 + length + one["data_offsets"][0],
+                shape=tuple(one["shape"]),
+                kind=one["dtype"],
+                name=name,
+            )
+            for name, one in header.items()
+        ]
+        return {place.name: place for place in sorted(places, key=lambda place: place.offset)}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis."""
-        self._plain(name)
-        rows: Tensor = self._files[name].get_slice(name)[start:stop]
-        return rows
+        return self._rows(name, start, stop, _plain(name, self.tensors[name].dtype))
 
     def bytes(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor of bytes. Raises ModelError if it is of another type."""
         if self.tensors[name].dtype != "U8":
             raise ModelError(f"tensor {name}: type {self.tensors[name].dtype}, bytes are needed")
-        rows: Tensor = self._files[name].get_slice(name)[start:stop]
+        return self._rows(name, start, stop, torch.uint8)
+
+    def _rows(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        place = self._places[name]
+        rows = torch.empty((stop - start, *place.shape[1:]), dtype=dtype)
+        raw: ggml.Bytes = rows.view(-1).view(torch.uint8).numpy()
+        memory = raw.data
+        at = place.offset + start * math.prod(place.shape[1:]) * dtype.itemsize
+        while memory:
+            got = os.preadv(place.file, [memory], at)
+            if not got:
+                raise ModelError(f"tensor {name}: its file was cut while it was read")
+            memory, at = memory[got:], at + got
         return rows
 
     def mapped(self, name: str) -> Tensor:
         """All of a tensor, as a view of the file's memory map."""
-        self._plain(name)
-        whole: Tensor = self._files[name].get_tensor(name)
+        _plain(name, self.tensors[name].dtype)
+        with safe_open(self._places[name].path, framework="pt") as file:
+            whole: Tensor = file.get_tensor(name)
         return whole
 
-    def _plain(self, name: str) -> None:
-        if self.tensors[name].dtype not in PLAIN_DTYPES:
-            raise ModelError(f"tensor {name}: type {self.tensors[name].dtype} is not supported")
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a tensor lies. `offset`: bytes from the start of the open file `file`."""
+
+    file: int
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    kind: str
+    name: str
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.exists():
-        if not single.exists():
-            raise ModelError(f"{folder} holds no model.safetensors and no index of shards")
-        return [single]
-    try:
-        shards = set(msgspec.json.decode(index.read_bytes())["weight_map"].values())
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of shards: {error!r}") from None
-    outside = sorted(str(name) for name in shards if Path(str(name)).name != name)
-    if outside:
-        raise ModelError(f"{index} names files outside its folder: {', '.join(outside)}")
-    missing = sorted(name for name in shards if not (folder / name).exists())
-    if missing:
-        raise ModelError(f"{folder} lacks {', '.join(missing)}")
-    return [folder / name for name in sorted(shards)]
+def _plain(name: str, dtype: str) -> torch.dtype:
+    if dtype not in PLAIN_DTYPES:
+        raise ModelError(f"tensor {name}: type {dtype} is not supported")
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind
+
+
+class PickledFolder:
+    """A folder with pytorch_model.bin, or with shards and pytorch_model.bin.index.json.
+
+    Torch's restricted unpickler builds tensors and plain containers, and calls nothing else. The
+    tensors are views of memory maps where the file's format allows that.
+    """
+
+    gguf = False
+
+    def __init__(self, folder: Path) -> None:
+        self._values: dict[str, Tensor] = {}
+        paths, indexed = shards.find(folder, "pytorch_model", ".bin")
+        for path in paths:
+            shards.keep(path, self._open(path), self._values, indexed)
+        shards.refuse_lost(self._values, indexed)
+        self.tensors: Mapping[str, Stored] = {
+            name: Stored(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            for name, value in self._values.items()
+        }
+
+    @staticmethod
+    def _open(path: Path) -> dict[str, Tensor]:
+        try:
+            mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are none
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ModelError(f"cannot read {path}: {reason[0]}") from None
+        named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+        if not named or not all(isinstance(value, Tensor) for value in found.values()):
+            raise ModelError(f"{path} holds something else than tensors by their names")
+        return dict(found)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) along the first axis."""
+        _plain(name, self.tensors[name].dtype)
+        return self._values[name][start:stop]
+
+    def bytes(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor of bytes. Raises ModelError if it is of another type."""
+        if self.tensors[name].dtype != "uint8":
+            raise ModelError(f"tensor {name}: type {self.tensors[name].dtype}, bytes are needed")
+        return self._values[name][start:stop]
 
 
 class GgufFile:

@@ -28,6 +28,7 @@ from headrace.quant import ggml
 from headrace.runner import weights
 from headrace.runner.checkpoint import Checkpoint, GgufFile
 from headrace.runner.pieces import pieces
+from headrace.runner.progress import Count, Progress
 
 _CHUNK_BYTES = 16 * 2**20  # of a checkpoint's rows, packed at a time
 _NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}
@@ -78,11 +79,12 @@ def load(
     *,
     quantization: str = "none",
     threads: int = 1,
+    progress: Progress | None = None,
 ) -> Packed:
     """Set every vector of `model` and pack every matrix, `threads` chunks of rows at a time.
 
     Matrices that no kernel reads stay tensors. `quantization`: none, or a key of RECIPES for a
-    checkpoint of plain floats. Raises as `weights.load` does.
+    checkpoint of plain floats. `progress` hears of every chunk. Raises as `weights.load` does.
     """
     by_name = weights.checked(model, slots, checkpoint)
     parameters = dict(model.named_parameters())
@@ -102,9 +104,11 @@ def load(
             matrix = PackedMatrix(library, arena, number, *shape)
             found.setdefault(slot.parameter, {})[slot.start + first] = matrix
             todo += _chunks(slot, name, stored, matrix, checkpoint, first)
+    count = Count(sum(chunk.size_bytes for chunk in todo), progress)
     with ThreadPoolExecutor(threads, "pack") as pool:
-        for _ in pool.map(lambda chunk: chunk.pack(checkpoint, library), todo):
-            pass
+        packing = pool.map(lambda chunk: chunk.pack(checkpoint, library), todo)
+        for chunk, _ in zip(todo, packing, strict=True):
+            count.add(chunk.size_bytes)
     return {name: [parts[start] for start in sorted(parts)] for name, parts in found.items()}
 
 
@@ -152,6 +156,11 @@ class _Chunk(msgspec.Struct, frozen=True):
     matrix: PackedMatrix
     targets: npt.NDArray[np.int32]
     transposed: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """As the checkpoint stores it."""
+        return self.targets.size * ggml.row_bytes(self.matrix.columns, self.stored)
 
     def pack(self, checkpoint: Checkpoint, library: Library) -> None:
         """On any thread: chunks share no byte."""

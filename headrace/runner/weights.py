@@ -1,28 +1,29 @@
 """Fills a model's parameters from a checkpoint, or at random, in the target dtype.
 
-Weights pass in pieces of a few megabytes; the whole model exists once. Pieces for a processor are
-read one after another, those for a device by several threads (`upload`).
+Weights pass in pieces of a few megabytes, read by several threads; the whole model exists once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from headrace.backends.cpu.device import cores
 from headrace.errors import ModelError
 from headrace.models.layers import Decoder
-from headrace.models.registry import family_of
+from headrace.models.registry import family_of, module_of
 from headrace.models.slots import Slot
-from headrace.runner.checkpoint import Checkpoint, SafetensorsFolder
-from headrace.runner.pieces import pieces
+from headrace.models.spec import ModelSpec
+from headrace.runner.checkpoint import PLAIN_DTYPES, Checkpoint, SafetensorsFolder
+from headrace.runner.named import fold
+from headrace.runner.pieces import Piece, pieces
+from headrace.runner.progress import Count, Progress
 from headrace.runner.upload import upload
 
-Progress = Callable[[int, int], None]  # (bytes loaded, bytes in all)
-
-_UPLOAD_THREADS = 8  # more than one card's link can take from memory
-_SHOWN = 8  # names in an error message
+_READERS = 8  # threads; more than one card's link can take from memory
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 
@@ -36,31 +37,49 @@ def load(
 ) -> None:
     """Set every parameter of `model`, wherever they are; `progress` hears of every piece.
 
-    Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
+    Raises ModelError naming tensors that are missing, unexpected, or of the wrong shape or type.
     """
     by_name = checked(model, slots, checkpoint)
     _map(model, by_name, checkpoint)
     parameters = dict(model.named_parameters())
-    todo = [
+    todo = _pieces(by_name, checkpoint)
+    targets = [piece.target(parameters) for piece in todo]
+    count = Count(sum(one.numel() * one.element_size() for one in targets), progress)
+    threads = torch.get_num_threads()
+    try:
+        upload(parameters, todo, checkpoint, min(_READERS, cores()), count.add)
+    finally:
+        torch.set_num_threads(threads)  # the readers' one thread each is torch's newest default
+
+
+def _pieces(by_name: Mapping[str, Slot], checkpoint: Checkpoint) -> list[Piece]:
+    """In the order in which they lie in the files, so that reading is sequential."""
+    return [
         piece
-        for name, slot in by_name.items()
-        for piece in pieces(slot, name, gguf=checkpoint.gguf)
+        for name in checkpoint.tensors
+        if name in by_name
+        for piece in pieces(by_name[name], name, gguf=checkpoint.gguf)
     ]
-    done_bytes, total_bytes = 0, sum(p.numel() * p.element_size() for p in parameters.values())
 
-    def advance(size_bytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += size_bytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
 
-    if parameters[todo[0].parameter].device.type != "cpu":
-        upload(parameters, todo, checkpoint, min(_UPLOAD_THREADS, cores()), advance)
-        return
-    for piece in todo:
-        target = piece.target(parameters)
-        target.copy_(piece.read(checkpoint))
-        advance(target.numel() * target.element_size())
+def check(spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Raise ModelError naming the tensors with values that are not finite, as they are stored or
+    in `dtype`."""
+    with torch.device("meta"):
+        model = module_of(spec.architecture).build(spec, dtype)
+    by_name = checked(model, slots, checkpoint)
+    found: Counter[str] = Counter()
+
+    def look(piece: Piece) -> tuple[str, int]:
+        rows = piece.read(checkpoint).to(dtype)
+        return piece.name, int(rows.numel() - torch.isfinite(rows).sum())
+
+    with ThreadPoolExecutor(min(_READERS, cores()), "check") as pool:
+        for name, count in pool.map(look, _pieces(by_name, checkpoint)):
+            found[name] += count
+    if bad := sorted(name for name, count in found.items() if count):
+        total, kind = sum(found.values()), str(dtype).removeprefix("torch.")
+        raise ModelError(f"{total} weights are NaN or infinite as {kind}, in {fold(bad)}")
 
 
 def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> None:
@@ -82,7 +101,7 @@ def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> No
 def checked(model: Decoder, slots: list[Slot], checkpoint: Checkpoint) -> dict[str, Slot]:
     """The slots by the names that the checkpoint has for their tensors.
 
-    Raises ModelError naming tensors that are missing, unexpected or of the wrong shape.
+    Raises ModelError naming tensors that are missing, unexpected, or of the wrong shape or type.
     """
     gguf, family = checkpoint.gguf, family_of(model.spec.architecture)
     stored = {name if gguf else family.name_of(name): name for name in checkpoint.tensors}
@@ -99,17 +118,21 @@ def checked(model: Decoder, slots: list[Slot], checkpoint: Checkpoint) -> dict[s
     }
     missing = wanted.keys() - stored.keys()
     problems = [
-        f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}"
-        + (", ..." if len(names) > _SHOWN else "")
+        f"{len(names)} {what}: {fold(names)}"
         for what, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
-    for name in sorted(wanted.keys() - missing):
-        found, shape = checkpoint.tensors[stored[name]].shape, wanted[name].stored_shape(gguf=gguf)
-        if found != shape:
-            problems.append(f"{name} has shape {list(found)}, the config asks {list(shape)}")
+    misfits: dict[str, list[str]] = defaultdict(list)
+    for name in wanted.keys() - missing:
+        found, shape = checkpoint.tensors[stored[name]], wanted[name].stored_shape(gguf=gguf)
+        if found.shape != shape:
+            misfit = f"has shape {list(found.shape)}, the config asks {list(shape)}"
+            misfits[misfit].append(stored[name])
+        if not gguf and found.dtype not in PLAIN_DTYPES:
+            misfits[f"is of type {found.dtype}, which is not supported"].append(stored[name])
+    problems += sorted(f"{fold(names)} {misfit}" for misfit, names in misfits.items())
     if problems:
-        raise ModelError("the checkpoint does not fit its config: " + "; ".join(problems[:_SHOWN]))
+        raise ModelError("the checkpoint does not fit its config: " + "; ".join(problems))
     return {stored[name]: slot for name, slot in wanted.items()}
 
 

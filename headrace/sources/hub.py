@@ -25,6 +25,7 @@ PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
+PICKLES = "pytorch_model*.bin"
 _TRUE = {"1", "true", "yes", "on"}
 
 
@@ -67,21 +68,26 @@ def _whole(repo: str, folder: Path) -> bool:
     return _mark(repo, folder).exists() and missing_file(folder) is None
 
 
-def missing_file(folder: Path, *, weights: bool = True) -> str | None:
+def missing_file(folder: Path, *, weights: bool = True, pickles: bool = False) -> str | None:
     """The first file without which `folder` is no model: config, tokenizer, every weight shard.
 
     `weights`: False for random ones: the config alone makes a model that takes and gives ids.
+    `pickles`: pytorch_model.bin will do where there is no safetensors file.
     """
     for name in ("config.json", "tokenizer.json") if weights else ("config.json",):
         if not (folder / name).exists():
             return name
     if not weights:
         return None
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return None if any(folder.glob("*.safetensors")) else "model.safetensors"
-    shards = sorted(set((read_json(index).get("weight_map") or {}).values()))
-    return next((shard for shard in shards if not (folder / shard).exists()), None)
+    kinds = [("model.safetensors.index.json", "*.safetensors")]
+    kinds += [("pytorch_model.bin.index.json", PICKLES)] if pickles else []
+    for index, files in kinds:
+        if (folder / index).exists():
+            shards = sorted(set((read_json(folder / index).get("weight_map") or {}).values()))
+            return next((shard for shard in shards if not (folder / shard).exists()), None)
+        if any(folder.glob(files)):
+            return None
+    return "model.safetensors"
 
 
 def _cached(options: Mapping[str, Any]) -> Path | None:

