@@ -145,6 +145,8 @@ def fill_dummy(model: Decoder, slots: list[Slot]) -> None:
     device = parameters[slots[0].parameter].device
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for slot in slots:
+        if not slot.parameter:
+            continue
         target = parameters[slot.parameter][slot.start : slot.start + slot.shape[0]]
         if slot.dummy == "ones":
             target.fill_(1.0)
