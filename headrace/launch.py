@@ -260,6 +260,8 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
             phase(name)
             tell.send(("phase", name, seconds))
 
+        told_s = 0.0
+
         def progress(done_bytes: int, total_bytes: int) -> None:
             nonlocal told_s
             now_s = time.perf_counter()
@@ -267,7 +269,6 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
                 told_s = now_s
                 tell.send(("weights", (done_bytes, total_bytes), 0.0))
 
-        told_s = 0.0
         phase("loading")
         engine, info = build_engine(settings, files, report, progress)
         if (

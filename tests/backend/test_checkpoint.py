@@ -249,7 +249,7 @@ def test_the_peak_is_the_model_and_little_more(tmp_path: Path) -> None:
         tmp_path, hidden_size=512, intermediate_size=2048, vocab_size=16000, num_hidden_layers=8
     )
     names, sizes = list(tensors), []
-    index = {}
+    index: dict[str, str] = {}
     for i in range(2):
         part = {name: tensors[name].bfloat16() for name in names[i::2]}
         index |= dict.fromkeys(part, f"{i}.safetensors")
