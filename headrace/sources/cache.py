@@ -106,10 +106,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def copy_hashed(source: IO[bytes], target: IO[bytes]) -> str:
-    """Copy everything; the SHA-256 of what was copied, in hex."""
-    digest = hashlib.sha256()
+def copy_hashed(source: IO[bytes], target: IO[bytes], digest: hashlib._Hash) -> None:
+    """Copy everything; `digest` takes in what was copied."""
     while chunk := source.read(_CHUNK):
         digest.update(chunk)
         target.write(chunk)
-    return digest.hexdigest()

