@@ -10,21 +10,35 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from headrace.errors import ModelError
 from headrace.models.features import features
 from headrace.models.registry import module_of
-from headrace.models.spec import ModelSpec, read_spec
+from headrace.models.spec import ModelSpec, Rope, read_spec
 from headrace.runner.checkpoint import open_checkpoint
 from headrace.runner.pieces import ordered
 from headrace.sources.files import ModelFiles
 
 _CONFIGS = {
+    "gemma3": Gemma3TextConfig,
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }  # by GGUF architecture
+_ITS_OWN = {  # what those configs say beside the plain decoder
+    "gemma3": {
+        "scaled embedding", "wide norms", "post norms", "q and k norms", "two rotary embeddings",
+        "sliding window", "scaled scores", "MLP of gelu_tanh", "soft-capped logits",
+    },
+    "qwen3": {"q and k norms"},
+}  # fmt: skip
 
 
 def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
@@ -56,15 +70,16 @@ def hf_model(files: ModelFiles, dtype: torch.dtype) -> Any:
 
 def hf_config(spec: ModelSpec) -> Any:
     """The transformers config of a GGUF model. It names no stop token: callers of generate() do."""
-    more = sorted(set(features(spec)) - {"q and k norms"})
+    more = sorted(set(features(spec)) - _ITS_OWN.get(spec.architecture, set()))
     if spec.rope.kind not in ("default", "linear", "factors"):
         more.append(f"{spec.rope.kind} rotary embedding")
     if spec.architecture not in _CONFIGS or more:
         what = f" with {', '.join(more)}" * bool(more)
         raise ModelError(f"{spec.architecture}{what}: no transformers config is known for it here")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope.theta}
-    if spec.rope.kind == "linear":
-        rope |= {"rope_type": "linear", "factor": spec.rope.factor}
+    rope = _rope(spec.rope)
+    own: dict[str, Any] = {}
+    if spec.architecture == "gemma3":
+        rope, own = _gemma3(spec)
     return _CONFIGS[spec.architecture](
         vocab_size=spec.vocab_rows,
         hidden_size=spec.hidden,
@@ -80,4 +95,28 @@ def hf_config(spec: ModelSpec) -> Any:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **own,
     )
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    if rope.kind == "linear":
+        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.factor}
+    return {"rope_type": "default", "rope_theta": rope.theta}
+
+
+def _gemma3(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Its two rotary embeddings, and what other configs do not have."""
+    assert spec.local_rope is not None, "Gemma 3 has two"
+    layers = spec.every_layer()
+    rope = {"full_attention": _rope(spec.rope), "sliding_attention": _rope(spec.local_rope)}
+    return rope, {
+        "layer_types": [
+            "sliding_attention" if layer.rope == "local" else "full_attention" for layer in layers
+        ],
+        "sliding_window": max(layer.window for layer in layers) or spec.max_positions,
+        "query_pre_attn_scalar": layers[0].scale ** -2 if layers[0].scale else spec.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": spec.logit_softcap or None,
+        "attn_logit_softcapping": None,
+    }

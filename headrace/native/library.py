@@ -12,8 +12,8 @@ from typing import Any
 from headrace.native.build import Unavailable, build
 
 # Kinds and flags of an Op; types of KV caches.
-EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS, GATHER = range(8)
-ADD, OF_HEAD, EXACT = 1, 2, 4
+EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS, GATHER, ADD_NORMED = range(9)
+ADD, OF_HEAD, EXACT, GELU = 1, 2, 4, 8
 KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8}
 BLOCK, TILE = 32, 16  # columns of a block, rows of a tile
 
@@ -52,6 +52,11 @@ class Op(Structure):
         ("best", c_void_p),
         ("finite", c_void_p),
         ("stride", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("k_norm", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
     ]
 
 
@@ -76,8 +81,6 @@ class Step(Structure):
         ("positions", c_void_p),
         ("writes", c_void_p),
         ("tables", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
         ("table_width", c_int32),
         ("heads", c_int32),
         ("kv_heads", c_int32),

@@ -176,6 +176,10 @@ class Driver {
     const std::string name = std::string(layout.name) + (exact ? " exact " : " fast ");
     keep(name + "linear x " + std::to_string(rows), side);
     keep(name + "gated x " + std::to_string(rows), gated);
+    gate.flags |= kGelu;
+    gate.bias = bias.data();
+    run({quantise, gate}, step);
+    keep(name + "gelu x " + std::to_string(rows), gated);
   }
 
   void rows_back(const Layout& layout) {
@@ -187,6 +191,7 @@ class Driver {
     Floats out(5 * columns, NAN), some(3 * columns, NAN);
     Op embed{}, gather{};
     embed.kind = kEmbed;
+    embed.scale = 1.0f;
     embed.parts = parts;
     embed.part_count = 1;
     embed.out = out.data();
@@ -229,6 +234,7 @@ class Driver {
     Floats qkv = random.floats(static_cast<size_t>(tokens) * (kHeads + 2 * kKvHeads) * head_dim);
     Floats out(static_cast<size_t>(tokens) * kHeads * head_dim, NAN);
     const Floats cosines = random.floats(256 * half), sines = random.floats(256 * half);
+    const Floats weights = random.floats(2 * head_dim);
     Op rotate{}, attend{};
     rotate.kind = kRotate;
     attend.kind = kAttend;
@@ -240,14 +246,19 @@ class Driver {
     rotate.k_scales = attend.k_scales = k_scales.data();
     rotate.v_scales = attend.v_scales = v_scales.data();
     attend.window = window;
+    attend.softcap = window ? 1.5f : 0.0f;
+    rotate.weight = window ? weights.data() : nullptr;
+    rotate.k_norm = window ? weights.data() + head_dim : nullptr;
+    rotate.epsilon = 1e-5f;
+    rotate.scale = 0.3f;
+    rotate.cosines = cosines.data();
+    rotate.sines = sines.data();
     Step step{};
     step.tokens = tokens;
     step.rows = rows.data();
     step.positions = positions.data();
     step.writes = writes.data();
     step.tables = tables.data();
-    step.cosines = cosines.data();
-    step.sines = sines.data();
     step.table_width = kWidth;
     step.heads = kHeads;
     step.kv_heads = kKvHeads;
@@ -302,6 +313,11 @@ class Driver {
     step.head_dim = 16;
     run({op}, step);
     keep("norm", acts);
+    Floats out = random.floats(rows * columns);
+    op.kind = kAddNormed;
+    op.out = out.data();
+    run({op}, step);
+    keep("sum with a norm", out);
   }
 
   void peaks() {
@@ -349,6 +365,7 @@ class Driver {
       Floats out(rows * columns, NAN);
       Op embed{};
       embed.kind = kEmbed;
+    embed.scale = 1.0f;
       embed.parts = parts;
       embed.part_count = 1;
       embed.out = out.data();

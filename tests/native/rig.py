@@ -108,6 +108,8 @@ def linear(
     bias: Floats | None = None,
     add_to: Floats | None = None,
     gated: bool = False,
+    gelu: bool = False,
+    softcap: float = 0.0,
 ) -> Floats:
     """x [rows, columns] times the matrices side by side."""
     rows, columns = x.shape
@@ -119,7 +121,8 @@ def linear(
     quantise = Op(kind=abi.QUANTISE, flags=how, width=columns, x=address(x), acts=address(acts))
     product = Op(
         kind=abi.GATED if gated else abi.LINEAR,
-        flags=how if add_to is None else how | abi.ADD,
+        flags=how | (0 if add_to is None else abi.ADD) | (abi.GELU if gelu else 0),
+        softcap=softcap,
         part_count=len(matrices),
         width=width,
         parts=parts,

@@ -68,6 +68,7 @@ class Case(msgspec.Struct):
     kind: str
     window: int = 0
     seed: int = 0
+    softcap: float = 0.0
 
     def columns(self) -> tuple[Array, Array, Array]:
         """rows, positions, tables; tables hold blocks in a random order."""
@@ -110,6 +111,8 @@ def reference(case: Case, q: Array, k: Array, v: Array, columns: tuple[Array, ..
         for h in range(case.heads):
             keys, values = k[blocks, h // group, slots], v[blocks, h // group, slots]
             scores = keys.astype(np.float64) @ q[t, h].astype(np.float64)
+            if case.softcap:
+                scores = case.softcap * np.tanh(scores / case.softcap)
             weights = np.exp(scores - scores.max())
             out[t, h] = weights @ values / weights.sum()
     return out
@@ -136,6 +139,7 @@ def check_attention(pool: Pool, case: Case, chosen: list[int] | None = None) -> 
         k_scales=rig.address(k.scales),
         v_scales=rig.address(v.scales),
         window=case.window,
+        softcap=case.softcap,
         flags=0 if chosen is None else abi.OF_HEAD,
     )
     head_rows = np.array([] if chosen is None else chosen, np.int32)
@@ -163,7 +167,7 @@ def test_chosen_tokens(pool: Pool, chosen: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ELEMENT)
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 6])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 6])
 def test_decode_prefill_and_mixed(pool: Pool, kind: str, head_dim: int) -> None:
     sequences = [(0, 1), (70, 1), (0, 45), (33, 100), (200, 1), (17, 3), (5, 33)]
     check_attention(pool, Case(sequences, 9, 3, head_dim, 16, kind))
@@ -178,6 +182,7 @@ def test_decode_prefill_and_mixed(pool: Pool, kind: str, head_dim: int) -> None:
     block_size=st.sampled_from([1, 4, 16, 32]),
     kind=st.sampled_from(list(ELEMENT)),
     window=st.sampled_from([0, 1, 7, 64, 100]),
+    softcap=st.sampled_from([0.0, 0.7]),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape(
@@ -189,9 +194,11 @@ def test_any_shape(
     block_size: int,
     kind: str,
     window: int,
+    softcap: float,
     seed: int,
 ) -> None:
-    case = Case(sequences, group * kv_heads, kv_heads, 2 * half_dim, block_size, kind, window, seed)
+    heads, width = group * kv_heads, 2 * half_dim
+    case = Case(sequences, heads, kv_heads, width, block_size, kind, window, seed, softcap)
     check_attention(pool, case)
 
 
@@ -224,10 +231,18 @@ def test_stale_lines_past_the_end_do_not_matter(pool: Pool) -> None:
     kv_heads=st.integers(1, 3),
     half_dim=st.integers(1, 40),
     kind=st.sampled_from(list(ELEMENT)),
+    normed=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_rotate_and_write(
-    pool: Pool, tokens: int, heads: int, kv_heads: int, half_dim: int, kind: str, seed: int
+    pool: Pool,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    half_dim: int,
+    kind: str,
+    normed: bool,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     case = Case([(3, tokens)], heads * kv_heads, kv_heads, 2 * half_dim, 4, kind, seed=seed)
@@ -240,20 +255,31 @@ def test_rotate_and_write(
     shape = (tables.size, kv_heads, 4, 2 * half_dim)
     k, v = (Cache.random(rng, shape, kind) for _ in range(2))
     k_before, v_before = k.floats(kind).copy(), v.floats(kind).copy()
+    norms = rng.standard_normal((2, 2 * half_dim), np.float32)
     op = Op(
         kind=abi.ROTATE,
+        weight=rig.address(norms[0]) if normed else None,
+        k_norm=rig.address(norms[1]) if normed else None,
+        epsilon=1e-3,
+        scale=0.3,
+        cosines=rig.address(cosines),
+        sines=rig.address(sines),
         out=rig.address(qkv),
         k=rig.address(k.data),
         v=rig.address(v.data),
         k_scales=rig.address(k.scales),
         v_scales=rig.address(v.scales),
     )
-    tables_of = {"writes": rig.address(writes), "cosines": rig.address(cosines)}
-    rig.run(pool, [op], case.step(rows, positions, tables, sines=rig.address(sines), **tables_of))
-    low, high = before[..., :half_dim], before[..., half_dim:]
+    rig.run(pool, [op], case.step(rows, positions, tables, writes=rig.address(writes)))
+    wide = before.astype(np.float64)
+    if normed:
+        wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3)
+        wide[:, : case.heads] *= norms[0]
+        wide[:, case.heads :] *= norms[1]  # v is taken from `before`
+    low, high = wide[..., :half_dim], wide[..., half_dim:]
     c, s = cosines[positions][:, None], sines[positions][:, None]
     turned = np.concatenate([low * c - high * s, high * c + low * s], -1)
-    q = turned[:, : case.heads] / np.float32((2 * half_dim) ** 0.5)
+    q = turned[:, : case.heads] * 0.3
     np.testing.assert_allclose(qkv[:, : case.heads], q, rtol=1e-5, atol=1e-5)
     wanted_k, wanted_v = k_before, v_before
     for t in np.flatnonzero(writes):
@@ -335,6 +361,36 @@ def test_norm_before_a_product(
     # A value on the edge between two steps of int8 may fall on either side.
     step_size = 0 if exact else np.abs(normed).max(initial=0) / 127
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5 + step_size)
+
+
+@FUZZ
+@given(
+    tokens=st.integers(1, 9),
+    width=st.integers(1, 90),
+    chosen=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_a_norm_before_the_sum(
+    pool: Pool, tokens: int, width: int, chosen: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    x, before = (rng.standard_normal((tokens, width), np.float32) for _ in range(2))
+    weight, out = rng.standard_normal(width, np.float32), before.copy()
+    count = int(rng.integers(0, tokens + 1)) if chosen else tokens
+    op = Op(
+        kind=abi.ADD_NORMED,
+        flags=abi.OF_HEAD if chosen else 0,
+        width=width,
+        x=rig.address(x),
+        out=rig.address(out),
+        weight=rig.address(weight),
+        epsilon=1e-3,
+    )
+    rig.run(pool, [op], Step(tokens=tokens, head_count=count))
+    wide = x.astype(np.float64)
+    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * weight
+    np.testing.assert_allclose(out[:count], (before + normed)[:count], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(out[count:], before[count:])
 
 
 @FUZZ

@@ -46,13 +46,15 @@ def test_rows_come_back_as_they_were(pool: Pool, library: Library, name: str) ->
     parts = abi.pointers([matrix.c])
     op = Op(
         kind=abi.EMBED,
+        scale=1.5,
         part_count=1,
         parts=parts,
         out=rig.address(out),
     )
     rig.run(pool, [op], Step(tokens=5, ids=rig.address(ids), heads=1, kv_heads=1, head_dim=16))
     # d * u + m is rounded once by a fused multiply-add, twice by numpy.
-    np.testing.assert_allclose(out, rig.floats(raw, name)[ids], rtol=1e-6, atol=1e-6)
+    wanted = rig.floats(raw, name)[ids] * np.float32(1.5)
+    np.testing.assert_allclose(out, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -90,6 +92,7 @@ def test_fast(pool: Pool, library: Library, name: str, rows: int) -> None:
     exact=st.booleans(),
     biased=st.booleans(),
     adds=st.booleans(),
+    softcap=st.sampled_from([0.0, 3.0]),
     seed=st.integers(0, 2**31),
 )
 def test_parts_bias_and_residual(
@@ -101,6 +104,7 @@ def test_parts_bias_and_residual(
     exact: bool,
     biased: bool,
     adds: bool,
+    softcap: float,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -112,9 +116,13 @@ def test_parts_bias_and_residual(
     bias = rng.standard_normal((width,), np.float32) if biased else None
     residual = rng.standard_normal((rows, width), np.float32) if adds else None
     packed = [rig.pack(library, raw, name, columns) for raw, name in raws]
-    out = rig.linear(pool, library, x, packed, exact=exact, bias=bias, add_to=residual)
+    out = rig.linear(
+        pool, library, x, packed, exact=exact, bias=bias, add_to=residual, softcap=softcap
+    )
     values, scale = expected(x if exact else rig.quantised(x), weights)
     values = values + (0 if bias is None else bias) + (0 if residual is None else residual)
+    if softcap:  # its slope is at most 1
+        values = softcap * np.tanh(values / softcap)
     close(out, values, scale + 10)
 
 
@@ -137,23 +145,44 @@ def test_plain_floats_of_any_width(
 
 
 @pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("gelu", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q4_K", "Q6_K")])
 def test_gated(
-    pool: Pool, library: Library, rows: int, kinds: tuple[str, str], exact: bool
+    pool: Pool,
+    library: Library,
+    rows: int,
+    kinds: tuple[str, str],
+    exact: bool,
+    gelu: bool,
+    biased: bool,
 ) -> None:
     rng = np.random.default_rng(rows)
     columns, ffn = 512, 43
     raws = [rig.random_raw(rng, name, ffn, columns) for name in kinds]
     x = rng.standard_normal((rows, columns), np.float32) / np.float32(20)
     packed = [rig.pack(library, raw, name, columns) for raw, name in zip(raws, kinds, strict=True)]
-    out = rig.linear(pool, library, x, packed, exact=exact, gated=True)
+    bias = rng.standard_normal(2 * ffn, np.float32) * biased
+    out = rig.linear(
+        pool,
+        library,
+        x,
+        packed,
+        exact=exact,
+        gated=True,
+        gelu=gelu,
+        bias=bias if biased else None,
+    )
     seen = x if exact else rig.quantised(x)
     (gate, gate_scale), (up, up_scale) = (
         expected(seen, rig.floats(raw, name)) for raw, name in zip(raws, kinds, strict=True)
     )
-    silu = gate / (1 + np.exp(-gate))  # its slope is below 1.1
-    close(out, silu * up, 1.1 * gate_scale * np.abs(up) + np.abs(silu) * up_scale)
+    gate, up = gate + bias[:ffn], up + bias[ffn:]
+    cubic = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    act = 0.5 * gate * (1 + np.tanh(cubic)) if gelu else gate / (1 + np.exp(-gate))
+    scale = (gate_scale + np.abs(bias[:ffn])) * np.abs(up) + np.abs(act) * up_scale
+    close(out, act * up, 1.2 * scale)  # slopes of both are below 1.2
 
 
 @pytest.mark.parametrize("exact", [True, False])

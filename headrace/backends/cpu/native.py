@@ -40,8 +40,15 @@ _FIRST_ROOM = 256  # tokens; grows to the largest step seen
 
 _TYPES = {"best": torch.int64, "finite": torch.int32}  # of an op's tensors that are not float32
 
-COMPUTES: frozenset[str] = frozenset()  # of `models.features`: only the plain decoder
+# What of `models.features` is computed here.
+COMPUTES = frozenset({
+    "scaled embedding", "wide norms", "post norms", "q and k norms", "two rotary embeddings",
+    "sliding window", "scaled scores", "soft-capped scores", "output bias", "MLP bias",
+    "MLP of gelu_tanh", "soft-capped logits",
+})  # fmt: skip
+_ACTS = {"silu": 0, "gelu_tanh": abi.GELU}
 
+Turns = Mapping[str, tuple[Tensor, ...]]  # LayerSpec.rope -> cos and sin, each [positions, 1, d/2]
 Weights = Mapping[str, Sequence[PackedMatrix]]  # parameter name -> matrices, in order of rows
 
 
@@ -55,6 +62,7 @@ class Buffers:
         self.qkv = torch.empty(tokens, heads)
         self.y = torch.empty(tokens, spec.heads * spec.head_dim)
         self.gated = torch.empty(tokens, spec.ffn)
+        self.added = torch.empty(tokens, spec.hidden)  # what is normed before it joins x
         self.chosen = torch.empty(rows, spec.hidden)  # of x, from `narrow` on
         self.chosen_y = torch.empty(rows, spec.heads * spec.head_dim)
         self.logits = torch.empty(rows, spec.vocab_rows)
@@ -76,6 +84,7 @@ class Recorder:
         weights: Weights,
         store: KvStore,
         buffers: Buffers,
+        turns: Turns,
         *,
         exact: bool,
         whole: bool = False,
@@ -83,7 +92,7 @@ class Recorder:
         self.ops: list[Op] = []
         self._whole = whole
         self._keep: list[Any] = []  # what the ops point at
-        self._store, self._buffers, self._exact = store, buffers, exact
+        self._store, self._buffers, self._exact, self._turns = store, buffers, exact, turns
         self._names = {id(module): name for name, module in model.named_modules()}
         self._weights = weights
         self._rows = 0  # OF_HEAD from `narrow` on: a flag of every op
@@ -94,14 +103,20 @@ class Recorder:
         assert positions is None, _REFUSED
         matrices = self._weights[self._names[id(embedding)] + ".weight"]
         out = self._buffers.x
-        self._add(abi.EMBED, matrices, {"out": out})
+        self._add(abi.EMBED, matrices, {"out": out}, scale=embedding.scale)
         return out
 
     def qkv(self, attention: Attention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """See `Ops`; q stays beside k and v: [T, heads + 2 kv_heads, d]."""
         b = self._buffers
         self._product(x, norm, linear, b.qkv)
-        self._add(abi.ROTATE, (), {"out": b.qkv, **self._cache(attention.layer)})
+        tensors = {"out": b.qkv, **self._cache(attention.layer)}
+        tensors["cosines"], tensors["sines"] = self._turns[attention.rope]
+        epsilon = 0.0
+        if attention.q_norm is not None and attention.k_norm is not None:
+            tensors |= {"weight": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
+            epsilon = attention.q_norm.eps
+        self._add(abi.ROTATE, (), tensors, scale=attention.scale, epsilon=epsilon)
         return b.qkv
 
     def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,22 +133,32 @@ class Recorder:
     def attend(self, attention: Attention, q: Tensor) -> Tensor:
         """See `Ops`."""
         y = self._buffers.y
-        self._add(abi.ATTEND, (), {"x": q, "out": y, **self._cache(attention.reads)})
+        tensors = {"x": q, "out": y, **self._cache(attention.reads)}
+        self._add(abi.ATTEND, (), tensors, softcap=attention.softcap)
+        self.ops[-1].window = attention.window
         return self._gather(y, self._buffers.chosen_y) if self._rows else y
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear, post: Norm | None) -> Tensor:
         """See `Ops`; in place."""
-        assert post is None, _REFUSED
-        self._product(y, None, linear, x, flags=abi.ADD)
-        return x
+        return self._join(x, y, linear, post)
 
     def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
         """See `Ops`; in place."""
         assert isinstance(mlp, GatedMlp), _REFUSED
-        assert post is None, _REFUSED
         gated = self._buffers.gated
-        self._product(x, norm, mlp.gate_up, gated, kind=abi.GATED)
-        self._product(gated, None, mlp.down, x, flags=abi.ADD)
+        self._product(x, norm, mlp.gate_up, gated, kind=abi.GATED, flags=_ACTS[mlp.act])
+        return self._join(x, gated, mlp.down, post)
+
+    def _join(self, x: Tensor, y: Tensor, linear: Linear, post: Norm | None) -> Tensor:
+        """x + post(linear(y)), in place."""
+        if post is None:
+            self._product(y, None, linear, x, flags=abi.ADD)
+            return x
+        assert isinstance(post, RMSNorm), _REFUSED
+        added, width = self._buffers.added, x.shape[1]
+        self._product(y, None, linear, added)
+        tensors = {"x": added, "out": x, "weight": post.weight}
+        self._add(abi.ADD_NORMED, (), tensors, width=width, epsilon=post.eps)
         return x
 
     def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
@@ -150,7 +175,6 @@ class Recorder:
 
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """See `Ops`; x of all tokens too: the step says which rows are chosen."""
-        assert not softcap, _REFUSED
         if not self._rows:
             self._rows = abi.OF_HEAD
             x = self._gather(x, self._buffers.chosen)
@@ -160,6 +184,7 @@ class Recorder:
         how = self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
         self._add(abi.LINEAR, matrices, {"out": out}, flags=how, width=out.shape[1], acts=True)
+        self.ops[-1].softcap = softcap
         found = {"x": out, "best": self._buffers.best, "finite": self._buffers.finite}
         self._add(abi.PEAKS, (), found, width=weight.shape[0])
         self.ops[-1].stride = out.shape[1]
@@ -212,6 +237,8 @@ class Recorder:
         flags: int = 0,
         width: int = 0,
         epsilon: float = 0.0,
+        scale: float = 0.0,
+        softcap: float = 0.0,
         acts: bool = False,
     ) -> None:
         for name, tensor in tensors.items():
@@ -222,6 +249,8 @@ class Recorder:
             flags=flags | self._rows,
             width=width,
             epsilon=epsilon,
+            scale=scale,
+            softcap=softcap,
             part_count=len(matrices),
         )
         for name, tensor in tensors.items():
@@ -261,14 +290,19 @@ class NativeForward:
     ) -> None:
         self._model, self._weights, self._store, self.pool = model, weights, store, pool
         self._exact = exact
-        cosines, sines = model.rotaries["global"](torch.arange(positions), torch.float32)
-        self._cosines, self._sines = cosines.contiguous(), sines.contiguous()
+        self._positions, places = positions, torch.arange(positions)
+        self._turns = {
+            name: tuple(t.contiguous() for t in rotary(places, torch.float32))
+            for name, rotary in model.rotaries.items()
+        }
         self._kv_type = abi.KV_TYPES[str(store.k[0].dtype).removeprefix("torch.")]
         self._record(_FIRST_ROOM, rows)
 
     def _record(self, tokens: int, rows: int) -> None:
         buffers = Buffers(self.pool, self._model, tokens, rows)
-        recorder = Recorder(self._model, self._weights, self._store, buffers, exact=self._exact)
+        recorder = Recorder(
+            self._model, self._weights, self._store, buffers, self._turns, exact=self._exact
+        )
         self._model.logits(self._model(recorder), recorder)
         self._buffers, self._recorder = buffers, recorder
         self._best, self._finite = buffers.best.numpy(), buffers.finite.numpy()
@@ -280,7 +314,13 @@ class NativeForward:
 
     def _record_whole(self) -> Whole:
         recorder = Recorder(
-            self._model, self._weights, self._store, self._buffers, exact=self._exact, whole=True
+            self._model,
+            self._weights,
+            self._store,
+            self._buffers,
+            self._turns,
+            exact=self._exact,
+            whole=True,
         )
         hidden = self._model(recorder)
         body = len(recorder.ops)
@@ -340,7 +380,7 @@ class NativeForward:
             positions[:tokens] = np.arange(tokens) + (np.array(batch.starts) - firsts)[owners]
             writes[:tokens][np.isin(owners, batch.unwritten)] = 0
             furthest = int(positions[:tokens].max())
-        assert furthest < self._cosines.shape[0], "a position past the rotary table"
+        assert furthest < self._positions, "a position past the rotary table"
         step.tokens, step.head_count = tokens, len(chosen)
         step.tables, step.table_width = tables.data_ptr(), tables.shape[1]
         self.pool.run(ops, step)
@@ -350,8 +390,6 @@ class NativeForward:
         spec, names = self._model.spec, ("ids", "head_rows", "rows", "positions", "writes")
         columns = zip(names, self._columns, strict=True)
         return Step(
-            cosines=self._cosines.data_ptr(),
-            sines=self._sines.data_ptr(),
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,

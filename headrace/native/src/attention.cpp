@@ -70,6 +70,11 @@ int first_position(int position, int window) {
   return window > 0 && position + 1 > window ? position + 1 - window : 0;
 }
 
+// `scores` has room for whole vectors.
+HR_INLINE void cap_scores(float* scores, int count, float cap) {
+  for (int i = 0; i < count; i += L) store(scores + i, capped(load(scores + i), cap));
+}
+
 // Turns scores [count] to e^(score - max) and returns what the earlier total is worth now.
 HR_INLINE float soften(float* scores, int count, float* max, float* total) {
   F high = set1(-INFINITY);
@@ -169,6 +174,7 @@ void attend_heads(const Work& work, int token, int kv_head, int head) {
       if (k_cache.scales) {
         for (int i = 0; i < count; ++i) own[i] *= scales[i];
       }
+      if (op.softcap != 0.0f) cap_scores(own, count, op.softcap);
       keep[g] = soften(own, count, &max[g], &total[g]);
     }
     find_lines(v_cache, start, count, lines, scales);
@@ -331,6 +337,7 @@ void fold_tile(const Work& work, const Span& span, const Many& m, int i, int sta
     float* own = scores + j * kKeys;
     keep[j] = 1.0f;
     if (first < last) {
+      if (work.op->softcap != 0.0f) cap_scores(own, last, work.op->softcap);
       for (int p = 0; p < first; ++p) own[p] = -INFINITY;
       keep[j] = soften(own, last, &m.max[i + j], &m.total[i + j]);
     }

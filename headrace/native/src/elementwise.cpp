@@ -121,6 +121,16 @@ void turn(float* x, int half, const float* cosines, const float* sines, float sc
   }
 }
 
+// x * scale(x) * weight, in place.
+void norm_head(float* x, const float* weight, int width, float epsilon) {
+  const float scale = norm_scale(x, width, epsilon);
+  int i = 0;
+  for (; i + L <= width; i += L) {
+    store(x + i, mul(mul(load(x + i), set1(scale)), load(weight + i)));
+  }
+  for (; i < width; ++i) x[i] = x[i] * scale * weight[i];
+}
+
 }  // namespace
 
 void quantise(const Work& work) {
@@ -158,20 +168,23 @@ void rotate(const Work& work) {
   const Step& step = *work.step;
   const int width = step.head_dim, half = width / 2;
   const int element = step.kv_type == kF32 ? 4 : step.kv_type == kQ8_0 ? 1 : 2;
-  const float scale = 1.0f / sqrtf(static_cast<float>(width));
   const Rows rows = rows_of_piece(work);
   for (int t = rows.first; t < rows.last; ++t) {
     const int position = step.positions[t];
-    const float* cosines = step.cosines + static_cast<int64_t>(position) * half;
-    const float* sines = step.sines + static_cast<int64_t>(position) * half;
+    const float* cosines = op.cosines + static_cast<int64_t>(position) * half;
+    const float* sines = op.sines + static_cast<int64_t>(position) * half;
     float* q = op.out + static_cast<int64_t>(t) * (step.heads + 2 * step.kv_heads) * width;
-    for (int h = 0; h < step.heads; ++h) turn(q + h * width, half, cosines, sines, scale);
+    for (int h = 0; h < step.heads; ++h) {
+      if (op.weight) norm_head(q + h * width, op.weight, width, op.epsilon);
+      turn(q + h * width, half, cosines, sines, op.scale);
+    }
     if (!step.writes[t]) continue;
     float* k = q + step.heads * width;
     const float* v = k + step.kv_heads * width;
     const int64_t* table = step.tables + static_cast<int64_t>(step.rows[t]) * step.table_width;
     const int64_t block = table[position / step.block_size];
     for (int h = 0; h < step.kv_heads; ++h, k += width, v += width) {
+      if (op.k_norm) norm_head(k, op.k_norm, width, op.epsilon);
       turn(k, half, cosines, sines, 1.0f);
       const int64_t line =
           (block * step.kv_heads + h) * step.block_size + position % step.block_size;
@@ -192,6 +205,22 @@ void gather(const Work& work) {
   for (int64_t row = rows.first; row < rows.last; ++row) {
     const int64_t source = work.step->head_rows[row];
     memcpy(op.out + row * op.width, op.x + source * op.width, op.width * sizeof(float));
+  }
+}
+
+void add_normed(const Work& work) {
+  const Op& op = *work.op;
+  const Rows rows = rows_of_piece(work);
+  for (int64_t row = rows.first; row < rows.last; ++row) {
+    const float* x = op.x + row * op.width;
+    float* out = op.out + row * op.width;
+    const float scale = norm_scale(x, op.width, op.epsilon);
+    int i = 0;
+    for (; i + L <= op.width; i += L) {
+      const F normed = mul(load(x + i), set1(scale));
+      store(out + i, fma(normed, load(op.weight + i), load(out + i)));
+    }
+    for (; i < op.width; ++i) out[i] += x[i] * scale * op.weight[i];
   }
 }
 

@@ -26,6 +26,7 @@ struct Kernels {
   void (*attend)(const Work&);
   void (*peaks)(const Work&);
   void (*gather)(const Work&);
+  void (*add_normed)(const Work&);
   bool (*quantise_rows)(int type, int source, int columns, const uint8_t* raw, int count,
                         uint8_t* out);
 };

@@ -4,6 +4,8 @@
 // activations turns them to float. exact: weights are made float in registers.
 #include "linear.h"
 
+#include <math.h>
+
 #include "formats.h"
 
 namespace HR_ISA {
@@ -382,6 +384,11 @@ void product(const Place* at, int count, const void* acts, bool exact, int rows,
 
 HR_INLINE F silu(F x) { return div(x, add(set1(1.0f), exponential(sub(zero(), x)))); }
 
+HR_INLINE F gelu(F x) {
+  const F cubic = fma(mul(x, x), mul(x, set1(0.044715f)), x);
+  return div(x, add(set1(1.0f), exponential(mul(cubic, set1(-1.5957691216057308f)))));
+}
+
 void write_linear(const Op& op, const float* tile, int rows, int columns, float* out, int column) {
   const float* bias = op.bias ? op.bias + column : nullptr;
   for (int r = 0; r < rows; ++r, out += op.width, tile += kPanel) {
@@ -390,22 +397,32 @@ void write_linear(const Op& op, const float* tile, int rows, int columns, float*
         F y = load(tile + lane);
         if (bias) y = add(y, load(bias + lane));
         if (op.flags & kAdd) y = add(y, load(out + lane));
+        if (op.softcap != 0.0f) y = capped(y, op.softcap);
         store(out + lane, y);
       }
     } else {
       for (int c = 0; c < columns; ++c) {
         float y = tile[c] + (bias ? bias[c] : 0.0f);
-        out[c] = op.flags & kAdd ? out[c] + y : y;
+        y = op.flags & kAdd ? out[c] + y : y;
+        out[c] = op.softcap != 0.0f ? op.softcap * tanhf(y / op.softcap) : y;
       }
     }
   }
 }
 
-void write_gated(const float* gate, const float* up, int rows, int columns, float* out, int width) {
-  for (int r = 0; r < rows; ++r, out += width, gate += kPanel, up += kPanel) {
+// `column` of the first of the columns; tiles of gate and up.
+template <class Act>
+void write_gated(const Op& op, const float* gate, const float* up, int rows, int columns,
+                 float* out, int column, Act act) {
+  float biases[2][kPanel] = {};
+  for (int i = 0; i < 2 && op.bias; ++i) {
+    memcpy(biases[i], op.bias + i * op.width + column, columns * sizeof(float));
+  }
+  for (int r = 0; r < rows; ++r, out += op.width, gate += kPanel, up += kPanel) {
     float y[kPanel];
     for (int lane = 0; lane < kPanel; lane += L) {
-      store(y + lane, mul(silu(load(gate + lane)), load(up + lane)));
+      const F x = add(load(gate + lane), load(biases[0] + lane));
+      store(y + lane, mul(act(x), add(load(up + lane), load(biases[1] + lane))));
     }
     memcpy(out, y, columns * sizeof(float));
   }
@@ -424,8 +441,9 @@ void embed(const Work& work) {
   const int first = work.piece * kRowsAPiece;
   for (int t = first; t < first + kRowsAPiece && t < work.step->tokens; ++t) {
     const int id = work.step->ids[t];
-    tiles.row(matrix.data + id / kPanel * bytes, matrix.columns, id % kPanel,
-              work.op->out + static_cast<int64_t>(t) * matrix.columns);
+    float* out = work.op->out + static_cast<int64_t>(t) * matrix.columns;
+    tiles.row(matrix.data + id / kPanel * bytes, matrix.columns, id % kPanel, out);
+    for (int i = 0; i < matrix.columns; ++i) out[i] *= work.op->scale;
   }
 }
 
@@ -455,7 +473,14 @@ void linear(const Work& work) {
         const int columns = left < kPanel ? left : kPanel;
         const float* own = tile + i * kRowsAtOnce * kPanel;
         if (gated) {
-          write_gated(own, own + kRowsAtOnce * kPanel, many, columns, out + at[i].column, op.width);
+          const float* up = own + kRowsAtOnce * kPanel;
+          float* to = out + at[i].column;
+          const int column = at[i].column;
+          if (op.flags & kGelu) {
+            write_gated(op, own, up, many, columns, to, column, [](F x) { return gelu(x); });
+          } else {
+            write_gated(op, own, up, many, columns, to, column, [](F x) { return silu(x); });
+          }
         } else {
           write_linear(op, own, many, columns, out + at[i].column, at[i].column);
         }

@@ -41,19 +41,23 @@ struct ExactBlock {
 };
 
 enum OpKind : int32_t {
-  kEmbed = 0,    // out[t] = row ids[t] of parts[0]
+  kEmbed = 0,    // out[t] = scale * row ids[t] of parts[0]
   kQuantise,     // acts = x, or x normed by `weight`
   kLinear,       // out = acts * parts^T (+ bias) (+ out with kAdd); parts side by side
-  kGated,        // out = silu(acts * parts[0]^T) * (acts * parts[1]^T)
-  kRotate,       // x = qkv: q turned and scaled in place, k turned and v to the cache of a layer
+  kGated,        // out = f(acts * parts[0]^T (+ bias)) * (acts * parts[1]^T (+ bias)), f = silu, or
+                 // gelu with kGelu
+  kRotate,       // out = qkv: q normed by `weight`, turned and scaled in place; k normed by `k_norm`
+                 // and turned, and v, to the cache of a layer. No norm where its weight is null
   kAttend,       // out = attention of the queries in x over the cache of a layer
   kPeaks,        // best[i], finite[i] of row i of x [head_count, stride], its first `width` columns
   kGather,       // out[i] = row head_rows[i] of x
+  kAddNormed,    // out += x normed by `weight`, both [rows, width]
 };
 enum OpFlags : int32_t {
   kAdd = 1,
   kOfHead = 2,  // of head_count rows, not of `tokens`; attention: of the tokens in head_rows
   kExact = 4,  // acts are ExactBlocks; the only kind that plain float weights take
+  kGelu = 8,   // x / (1 + e^(-2 sqrt(2 / pi) (x + 0.044715 x^3))): gelu by tanh
 };
 
 struct Op {
@@ -65,7 +69,7 @@ struct Op {
   const float* x;            // [tokens, width] or [tokens, stride]
   float* out;
   const float* weight;       // of the norm, [width]
-  const float* bias;         // [width], or null
+  const float* bias;         // [width], of a gated product [2 width]; or null
   void* acts;                // FastBlock or ExactBlock [tiles][blocks]
   void* k;                   // cache of the layer
   void* v;
@@ -76,6 +80,11 @@ struct Op {
   int64_t* best;             // [head_count] first column of the largest value; 0 if not finite
   int32_t* finite;           // [head_count] 1: every value of the row is finite
   int32_t stride;            // floats between rows of x
+  float scale;               // of rows of an embedding, of q
+  float softcap;             // scores, or what a linear gives, become c tanh(x / c); 0: as they are
+  const float* k_norm;       // [head_dim]
+  const float* cosines;      // [positions, head_dim / 2]
+  const float* sines;
 };
 
 struct Step {
@@ -87,8 +96,6 @@ struct Step {
   const int32_t* positions;    // [tokens]
   const int32_t* writes;       // [tokens] 1: store k and v
   const int64_t* tables;       // [rows, table_width] block ids
-  const float* cosines;        // [positions, head_dim / 2]
-  const float* sines;
   int32_t table_width;
   int32_t heads;
   int32_t kv_heads;

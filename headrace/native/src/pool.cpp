@@ -145,6 +145,7 @@ void Pool::work() {
         case kRotate: kernels_->rotate(work); break;
         case kAttend: kernels_->attend(work); break;
         case kGather: kernels_->gather(work); break;
+        case kAddNormed: kernels_->add_normed(work); break;
         default: kernels_->peaks(work); break;
       }
       progress.done.fetch_add(1, std::memory_order_release);

@@ -85,4 +85,12 @@ HR_INLINE F exponential(F x) {
   return mul(y, power_of_2(n));
 }
 
+HR_INLINE F sigmoid(F x) { return div(set1(1.0f), add(set1(1.0f), exponential(sub(zero(), x)))); }
+
+// cap * tanh(x / cap), by tanh(z) = 2 sigmoid(2 z) - 1. |error| < 3e-7 cap.
+HR_INLINE F capped(F x, float cap) {
+  const F half = sub(sigmoid(mul(x, set1(2.0f / cap))), set1(0.5f));
+  return mul(half, set1(2.0f * cap));
+}
+
 }  // namespace HR_ISA

@@ -11,5 +11,5 @@ extern const Kernels HR_TABLE;
 const Kernels HR_TABLE = {
     HR_TEXT(HR_ISA), HR_ISA::embed,  HR_ISA::quantise, HR_ISA::linear,
     HR_ISA::rotate,  HR_ISA::attend, HR_ISA::peaks,    HR_ISA::gather,
-    HR_ISA::quantise_rows,
+    HR_ISA::add_normed, HR_ISA::quantise_rows,
 };
