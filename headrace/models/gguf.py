@@ -86,7 +86,10 @@ def rope_of(header: Header, head_dim: int) -> Rope:
         theta,
         "yarn",
         factor,
-        original_positions=need_of(header).count("rope.scaling.original_context_length"),
+        original_positions=int(
+            header.get("rope.scaling.original_context_length")
+            or need_of(header).count("context_length")
+        ),
         magnitude=magnitude * (1.0 + 0.1 * math.log(factor)),
         fast=float(header.get("rope.scaling.yarn_beta_fast") or 32.0),
         slow=float(header.get("rope.scaling.yarn_beta_slow") or 1.0),

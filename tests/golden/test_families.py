@@ -14,18 +14,27 @@ import torch
 from torch import Tensor
 
 from headrace.backends.choose import settled
-from headrace.backends.cpu.forward import Batch, TorchForward
+from headrace.backends.cpu import native
+from headrace.backends.cpu.forward import Batch, Forward, TorchForward
 from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.native import NativeForward
 from headrace.config import Settings
 from headrace.engine.protocol import Capacity
 from headrace.errors import ConfigError
+from headrace.models.features import missing
+from headrace.models.layers import Decoder
 from headrace.models.spec import read_spec
+from headrace.native.library import Library
+from headrace.native.library import load as native_library
+from headrace.native.pool import Pool
+from headrace.native.weights import Arena
 from headrace.runner.build import load_model, load_runner
 from headrace.runner.checkpoint import open_checkpoint
+from headrace.runner.pack import pack_parameters
 from headrace.runner.runner import TorchRunner
 from headrace.runner.worker import InlineWorker
 from headrace.sources.files import ModelFiles
-from tests.devices import load
+from tests.devices import WITHOUT_NATIVE, load
 from tests.golden.families import FAMILIES, VOCAB, lengths, save
 from tests.golden.product import Case, on_processor, run
 from tests.golden.reference import NEAR_TIE, agree, greedy
@@ -35,6 +44,10 @@ BLOCK = 8
 WIDTH = 20  # blocks of a table
 WHOLE = 1 << 30
 GREEDY_TOKENS = 64
+NATIVE = (
+    "llama-biases", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "glm",
+    "glm4",
+)  # fmt: skip
 
 
 class Family(NamedTuple):
@@ -74,7 +87,9 @@ def said(model: Any, prompt: list[int]) -> Tensor:
 class Ours:
     """A loaded model and its cache; sequence i has blocks i * WIDTH and following."""
 
-    def __init__(self, files: ModelFiles, dtype: torch.dtype, sequences: int) -> None:
+    def __init__(
+        self, files: ModelFiles, dtype: torch.dtype, sequences: int, *, native: bool = False
+    ) -> None:
         self.spec = spec = read_spec(files)
         model = load_model(spec, open_checkpoint(files), dtype)
         self.store = KvStore(
@@ -85,7 +100,9 @@ class Ours:
             head_dim=spec.head_dim,
             dtype=dtype,
         )
-        self.forward = TorchForward(model, self.store)
+        self.forward: Forward = TorchForward(model, self.store)
+        if native:
+            self.forward = native_forward(model, self.store, rows=sequences * 16)
         self.tables = torch.arange(sequences * WIDTH).view(sequences, WIDTH)
         self.capacity = Capacity(
             [sequences * WIDTH], BLOCK, sequences, spec.max_positions, spec.vocab_size
@@ -120,6 +137,15 @@ class Ours:
         return [torch.cat(pieces) for pieces in found]
 
 
+def native_forward(model: Decoder, store: KvStore, rows: int) -> NativeForward:
+    """The same model and cache on native kernels, float activations."""
+    library = native_library()
+    assert isinstance(library, Library), library
+    packed = pack_parameters(model, library, Arena())
+    pool, positions = Pool(library, 1), WIDTH * BLOCK
+    return NativeForward(model, packed, store, pool, positions=positions, rows=rows, exact=True)
+
+
 @pytest.fixture(scope="module")
 def ours(family: Family) -> Iterator[Ours]:
     made = Ours(family.files, torch.float32, len(family.prompts))
@@ -149,6 +175,10 @@ def test_logits_after_a_cached_prefix(family: Family, ours: Ours) -> None:
 
 
 def test_greedy_tokens(family: Family, ours: Ours) -> None:
+    check_greedy(family, ours)
+
+
+def check_greedy(family: Family, ours: Ours) -> None:
     """64 of them, after a short and a longer prompt, side by side and in chunks: each is the most
     likely one to transformers, given those before it."""
     prompts = [family.prompts[0], family.prompts[-1][:40]]
@@ -181,14 +211,32 @@ def test_what_is_settled_at_load_runs_on_every_backend(
 
 def test_kernels_that_lack_something_say_so(tmp_path: Path) -> None:
     """auto goes on with torch and says why; what needs native kernels is refused."""
-    _, files = save("mistral", tmp_path)
+    _, files = save("llama-dynamic", tmp_path)
     fields: dict[str, Any] = {"backend": "cpu", "dtype": "float32", "kv_blocks": 8, "threads": 1}
     runner, info = load_runner(settled(Settings(**fields)), files, lambda phase, seconds: None)
     runner.close()
-    assert "torch: native kernels do not compute sliding window" in info.ledger[0]
+    assert "torch: native kernels do not compute rotary frequencies by length" in info.ledger[0]
     for asked in ({"cpu_kernels": "native"}, {"quantization": "int8"}, {"cpu_precision": "fast"}):
-        with pytest.raises(ConfigError, match="sliding window"):
+        with pytest.raises(ConfigError, match="rotary frequencies by length"):
             load_runner(settled(Settings(**fields | asked)), files, lambda phase, seconds: None)
+
+
+@pytest.mark.skipif(bool(WITHOUT_NATIVE), reason=f"native kernels: {WITHOUT_NATIVE}")
+@pytest.mark.parametrize("family", NATIVE, indirect=True, scope="module")
+def test_native_kernels(family: Family) -> None:
+    """The same of what they compute: logits at every position, and greedy tokens."""
+    made = Ours(family.files, torch.float32, len(family.prompts), native=True)
+    try:
+        for chunk in (WHOLE, 7):
+            assert worst(made.logits(family.prompts, chunk), family.logits) < 1e-4
+        check_greedy(family, made)
+    finally:
+        made.forward.close()
+
+
+def test_native_kernels_compute_no_more_than_that(family: Family) -> None:
+    """What runs on torch instead is known here, so that a family does not slip there unseen."""
+    assert (not missing(read_spec(family.files), native.COMPUTES)) == (family.files.name in NATIVE)
 
 
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])

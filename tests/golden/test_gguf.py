@@ -16,7 +16,7 @@ from headrace.bench.naive_model import hf_model
 from headrace.models.registry import module_of
 from headrace.models.spec import read_spec
 from headrace.sources.files import ModelFiles
-from tests.devices import load
+from tests.devices import PROCESSORS, load
 from tests.golden.families import save
 from tests.golden.reference import agree, greedy, tiny_model
 from tests.golden.stepping import Job, generate
@@ -141,8 +141,9 @@ OTHERS: dict[str, dict[str, Any]] = {  # architecture, name in FAMILIES -> what 
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", PROCESSORS, indirect=True, scope="session")
 @pytest.mark.parametrize("which", list(OTHERS))
-def test_gguf_of_other_families(tmp_path: Path, which: str) -> None:
+def test_gguf_of_other_families(tmp_path: Path, which: str, backend: str) -> None:
     """bugs B099, B100: windows, yarn and the pattern of layers come from the file's metadata."""
     architecture, name = which.split()
     model, files = save(name, tmp_path, **OTHERS[which])
@@ -150,7 +151,7 @@ def test_gguf_of_other_families(tmp_path: Path, which: str) -> None:
     write_gguf(path, architecture, model, files)
     gguf_files = ModelFiles(name, "gguf", path)
     assert read_spec(gguf_files).kinds == read_spec(files).kinds
-    runner = load("cpu", gguf_files, **SETTINGS)
+    runner = load(backend, gguf_files, **SETTINGS)
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 131, (70,), generator=draw).tolist()
     (tokens,) = generate(runner, [Job(prompt, 10, chunk=40)])

@@ -177,12 +177,15 @@ def test_gguf_rope() -> None:
     off = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
     assert from_gguf(header(off)).rope == Rope()
     assert from_gguf(header({"llama.rope.scale_linear": 2.0})).rope == Rope(10000.0, "linear", 2.0)
+    bare = from_gguf(header(YARN | {"llama.rope.scaling.original_context_length": None}))
+    assert bare.rope.original_positions == bare.max_positions
+    plain = from_gguf(header(YARN | {"llama.rope.scaling.factor": None}))
+    assert plain.rope == Rope()
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (YARN | {"llama.rope.scaling.original_context_length": None}, "original_context_length"),
         (YARN | {"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"llama.expert_count": 8}, "experts"),
