@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.activation import activation
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.gate_up import gate_up, gate_up_reference
 from headrace.kernels.linear import linear, linear_reference
@@ -17,7 +18,6 @@ from headrace.kernels.product import Config, Norm, Workspace
 from headrace.kernels.qkv import qkv, qkv_reference
 from headrace.kernels.rms_norm import rms_norm
 from headrace.kernels.rotary import rotary_write
-from headrace.kernels.silu_mul import silu_mul
 
 BLOCK_SIZE = 16
 
@@ -105,7 +105,7 @@ class Step:
             y = torch.addmm(self.bias, x, weight.T)
             return rotary_write(y, *paged, self.shape.heads, with_pdl=with_pdl)
         y = F.linear(x, weight)
-        return silu_mul(y, with_pdl=with_pdl) if kind == "gate_up" else y
+        return activation(y, with_pdl=with_pdl) if kind == "gate_up" else y
 
     def reference(self, kind: str, weight: Tensor) -> Tensor:
         """The same in float64."""

@@ -6,7 +6,6 @@ Kernels: attention_decode.py (one query a token), attention_prefill.py (chunks o
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -14,12 +13,6 @@ from headrace.kernels.chunks import Chunks
 from headrace.kernels.columns import StepColumns
 
 LOG2E = tl.constexpr(1.4426950408889634)  # softmax in base 2: exp2 is one instruction
-
-
-@triton.jit
-def soft_cap(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP), through exp2; exact at both ends, where exp2 is 0 or inf."""
-    return CAP - (2 * CAP) / (tl.exp2(scores * (2 * LOG2E / CAP)) + 1)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -61,6 +54,7 @@ def attend_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """One sequence in float64: q [n, heads, d] at positions [start, start + n), causal.
 
@@ -74,6 +68,8 @@ def attend_reference(
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(start, start + n, device=q.device)[:, None]
     key = torch.arange(k.shape[1], device=q.device)[None]
+    if slopes is not None:
+        scores = scores + slopes.double()[:, None, None] * (key - position)
     hidden = key > position
     if window > 0:
         hidden |= key <= position - window
@@ -95,6 +91,7 @@ def decode_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """What `attention_decode.decode` computes, token by token, in float64."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
@@ -110,6 +107,7 @@ def decode_reference(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
     return out
 
@@ -125,6 +123,7 @@ def prefill_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """What `attention_prefill.prefill` computes, chunk by chunk, in float64; NaN elsewhere."""
     out = torch.full(q.shape, torch.nan, dtype=torch.float64, device=q.device)
@@ -140,5 +139,6 @@ def prefill_reference(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
     return out

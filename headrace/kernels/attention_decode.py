@@ -19,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.attention import LOG2E, check_layout, output_like, soft_cap
+from headrace.kernels.attention import LOG2E, check_layout, output_like
 from headrace.kernels.attention_configs import DecodeConfig, decode_config
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.launch import launch
+from headrace.kernels.soft_cap import soft_cap
 
 _SUMMED = 8  # partial results that the last program of a token loads at a time
 
@@ -214,6 +215,7 @@ def _decode_kernel(
     positions,
     tables,  # [rows, width]
     sinks,  # [heads]
+    slopes,  # [heads] float32
     outputs,  # Scratch
     stats,
     arrived,
@@ -238,6 +240,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl.release(PDL)
@@ -269,6 +272,8 @@ def _decode_kernel(
         top = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, D_PAD], tl.float32)
+        if HAS_SLOPES:
+            slope = tl.load(slopes + heads, mask=m < GROUP, other=0.0) * LOG2E
         base = kv_head * (PAGE * D)
         # Block ids are carried a turn ahead: else loads of K and V would wait for them.
         key = begin * TILE + tl.arange(0, TILE)
@@ -285,6 +290,8 @@ def _decode_kernel(
                 scores = soft_cap(scores * scale, SOFTCAP) * LOG2E
             else:
                 scores *= scale * LOG2E
+            if HAS_SLOPES:
+                scores += slope[:, None] * (key - (n_keys - 1)).to(tl.float32)[None, :]
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))  # finite: every tile has a key seen
             weights = tl.exp2(scores - new_top[:, None])
@@ -341,6 +348,7 @@ def decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     out: Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> Tensor:
@@ -348,7 +356,8 @@ def decode(
 
     q [T, heads, d] (heads and d contiguous); k, v [blocks, kv_heads, block_size, d], contiguous;
     `scale` multiplies the scores; `window` > 0: position p sees (p - window, p]; `softcap` c > 0:
-    c * tanh(score / c); `sinks` [heads]: one more logit a head in the softmax's denominator.
+    c * tanh(score / c); `sinks` [heads]: one more logit a head in the softmax's denominator;
+    `slopes` [heads] float32: slope * (key's position - p) is added to a score (ALiBi).
     splits >= 1 as `choose_splits` says; T + splits <= scratch.slots, T <= scratch.max_tokens.
     -> out [T, heads, d], new where None. No host synchronisation; a graph may capture it.
     """
@@ -372,6 +381,7 @@ def decode(
         columns.positions,
         columns.tables,
         q if sinks is None else sinks,  # never read where there are none
+        q if slopes is None else slopes,
         scratch.outputs,
         scratch.stats,
         scratch.arrived,
@@ -389,6 +399,7 @@ def decode(
         WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        HAS_SLOPES=slopes is not None,
         num_warps=config.warps,
         **pdl.options(use_pdl),
     )

@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.attention import LOG2E, check_layout, output_like, soft_cap
+from headrace.kernels.attention import LOG2E, check_layout, output_like
 from headrace.kernels.attention_configs import PrefillConfig, prefill_config
 from headrace.kernels.chunks import TILE_WORDS, Chunks, Tiling
 from headrace.kernels.launch import launch
 from headrace.kernels.shapes import power_of_two
+from headrace.kernels.soft_cap import soft_cap
 
 
 @triton.jit
@@ -30,6 +31,7 @@ def _attend(
     top,
     total,
     queries,
+    slope,  # [M], of each row's head
     k,
     v,
     table,
@@ -49,6 +51,7 @@ def _attend(
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
 ):
     """Key tiles [begin, end) for one tile of queries; not MASKED: every query sees every key."""
     d = tl.arange(0, D_PAD)
@@ -73,8 +76,13 @@ def _attend(
         if SOFTCAP > 0:
             scores = soft_cap(scores * scale, SOFTCAP)
             unit = LOG2E
+        elif HAS_SLOPES:
+            scores *= scale
+            unit = LOG2E
         else:
             unit = scale * LOG2E
+        if HAS_SLOPES:
+            scores += slope[:, None] * (key[None, :] - query_position[:, None]).to(tl.float32)
         if MASKED:
             seen = key[None, :] <= query_position[:, None]
             if WINDOW > 0:
@@ -167,6 +175,7 @@ def _prefill_kernel(
     tiles,
     tables,  # [rows, width]
     sinks,  # [heads]
+    slopes,  # [heads] float32
     outputs,  # PrefillScratch
     stats,
     arrived,
@@ -185,6 +194,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     WORDS: tl.constexpr,  # of a tile
     PDL: tl.constexpr,
 ):
@@ -222,6 +232,10 @@ def _prefill_kernel(
     else:
         top = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head)
+    else:
+        slope = top  # never read
     # Tiles [0, full_end) end before the first query; of these, all queries see those from
     # full_begin on. Of all three kinds, those in [begin, end) are this part's.
     full_begin = 0
@@ -237,19 +251,22 @@ def _prefill_kernel(
     full_end = tl.minimum(tl.maximum((lowest + 1) // TILE, full_begin), end)
     if WINDOW > 0:
         acc, top, total = _attend(
-            acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+            acc, top, total, queries, slope, k, v, table, base, query_position, oldest, n_keys,
             begin, full_begin, scale, True,
             KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+        HAS_SLOPES,
         )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+        acc, top, total, queries, slope, k, v, table, base, query_position, oldest, n_keys,
         full_begin, full_end, scale, False,
         KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+        HAS_SLOPES,
     )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, queries, k, v, table, base, query_position, oldest, n_keys,
+        acc, top, total, queries, slope, k, v, table, base, query_position, oldest, n_keys,
         full_end, end, scale, True,
         KV_HEADS * PAGE * D, D, D_PAD, PAGE, TILE, STAGES, WINDOW, SOFTCAP,
+        HAS_SLOPES,
     )  # fmt: skip
     answer = (
         out + (first + query)[:, None] * (KV_HEADS * GROUP * D) + head[:, None] * D + d[None, :]
@@ -300,13 +317,14 @@ def prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
     """Token j of a chunk attends to positions 0..start + j of its row; K and V are in the cache.
 
     q [T, heads, d] (heads and d contiguous); k, v [blocks, kv_heads, block_size, d], contiguous;
-    tables [rows, width] int32. `scale`, `window`, `softcap`, `sinks` as in `decode`.
+    tables [rows, width] int32. `scale`, `window`, `softcap`, `sinks`, `slopes` as in `decode`.
     chunks.tile_rows is the configuration's; the scratch is made for the plan's tiling.
     -> out [T, heads, d], new where None; tokens of no
     chunk are left as they are. No host synchronisation.
@@ -330,6 +348,7 @@ def prefill(
         *(chunks.rows, chunks.starts, chunks.counts, chunks.firsts, chunks.tiles),
         tables,
         q if sinks is None else sinks,  # never read where there are none
+        q if slopes is None else slopes,
         scratch.outputs,
         scratch.stats,
         scratch.arrived,
@@ -348,6 +367,7 @@ def prefill(
         WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
+        HAS_SLOPES=slopes is not None,
         WORDS=TILE_WORDS,
         num_warps=config.warps,
         **pdl.options(pdl.supported(q.device)),

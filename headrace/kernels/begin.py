@@ -1,7 +1,9 @@
-"""The first kernel of a step: positions move on, ids are settled, embeddings are read."""
+"""The first kernel of a step: positions move on, ids are settled, embeddings are read, scaled where
+that is asked for, with a learned row for the position added where there are such."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +15,7 @@ from headrace.kernels.shapes import check_output
 
 
 @triton.jit(
-    do_not_specialize=["spare", "width"],
+    do_not_specialize=["spare", "width", "scale", "known"],
     do_not_specialize_on_alignment=["ids", "last", *COLUMNS],
 )
 def begin_kernel(
@@ -26,8 +28,13 @@ def begin_kernel(
     width,
     slots,
     embedding,
+    learned,
     x,
     spare,
+    scale,
+    known,
+    SCALED: tl.constexpr,
+    LEARNED: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -51,6 +58,12 @@ def begin_kernel(
         tl.store(slots + block.to(tl.int64) * BLOCK + (position + 1) % BLOCK, settled)
     source = settled.to(tl.int64) * K
     y = tl.load(embedding + source + k, mask=k < K, other=0.0)
+    if SCALED:
+        y = (y.to(tl.float32) * scale).to(x.dtype.element_ty)
+    if LEARNED:
+        place = tl.minimum(tl.where(row == spare, 0, position + 1), known - 1).to(tl.int64) * K
+        more = tl.load(learned + place + k, mask=k < K, other=0.0)
+        y = (y.to(tl.float32) + more.to(tl.float32)).to(x.dtype.element_ty)
     tl.store(x + token.to(tl.int64) * K + k, y, mask=k < K)
 
 
@@ -62,9 +75,15 @@ def begin(
     slots: Tensor,
     x: Tensor,
     *,
+    scale: float = 1.0,
+    learned: Tensor | None = None,
     with_pdl: bool = False,
 ) -> None:
-    """x[t] = embedding[id of token t]; positions[t] += 1; ids[t] = -1.
+    """x[t] = scale * embedding[id of token t] + learned[its position]; positions[t] += 1;
+    ids[t] = -1.
+
+    The factor is rounded to the dtype, and so is the product. A position that `learned` [P, K] has
+    no row for takes its last: a step that ran past the end of a sequence is dropped.
 
     The id is ids[t], or, where that is negative, last[rows[t]]: the row's newest draw. So a host
     that says nothing gets the next decode step: it writes ids and positions (its first less one)
@@ -81,24 +100,38 @@ def begin(
     assert last.shape[0] == columns.tables.shape[0], "last has an entry a row, the spare one too"
     if tokens == 0:
         return
+    assert learned is None or learned.shape[1] == k, "learned is [P, K]"
     block = triton.next_power_of_2(k)
     launch(begin_kernel, (tokens,),
         ids, last, columns.rows, columns.positions, columns.writes,
-        columns.tables, columns.tables.shape[1], slots, embedding, x, columns.tables.shape[0] - 1,
+        columns.tables, columns.tables.shape[1], slots, embedding,
+        embedding if learned is None else learned, x, columns.tables.shape[0] - 1,
+        float(torch.tensor(scale, dtype=x.dtype)), 0 if learned is None else learned.shape[0],
+        SCALED=scale != 1.0, LEARNED=learned is not None,
         BLOCK=slots.shape[1], K=k, BK=block, num_warps=min(8, max(1, block // 512)),
         **pdl.options(with_pdl),
     )  # fmt: skip
 
 
 def begin_reference(
-    ids: Tensor, last: Tensor, embedding: Tensor, columns: StepColumns, slots: Tensor, x: Tensor
+    ids: Tensor,
+    last: Tensor,
+    embedding: Tensor,
+    columns: StepColumns,
+    slots: Tensor,
+    x: Tensor,
+    *,
+    scale: float = 1.0,
+    learned: Tensor | None = None,
 ) -> None:
     """The same with torch."""
     spare = columns.tables.shape[0] - 1
     rows = columns.rows.long()
     settled = ids.where(ids >= 0, last[rows]).long()
-    x.copy_(embedding[settled])
+    x.copy_(embedding[settled] * torch.tensor(scale, dtype=x.dtype, device=x.device))
     columns.positions.copy_((columns.positions + 1).where(rows != spare, 0))
+    if learned is not None:
+        x += learned[columns.positions.long().clamp(max=learned.shape[0] - 1)]
     ids.fill_(-1)
     written = columns.writes != 0
     places = columns.positions[written].long()

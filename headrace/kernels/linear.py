@@ -1,4 +1,4 @@
-"""y = f(x) W^T + bias + residual for few tokens; f is nothing or RMSNorm."""
+"""y = act(f(x) W^T + bias) + residual for few tokens; f is nothing or RMSNorm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.activation import ACTS, activate, activate_reference
 from headrace.kernels.launch import launch
 from headrace.kernels.product import (
     Config,
@@ -24,6 +25,7 @@ from headrace.kernels.product import (
     scratch,
 )
 from headrace.kernels.shapes import check_output
+from headrace.kernels.soft_cap import soft_cap, soft_cap_reference
 
 
 @triton.jit(do_not_specialize=["m", "eps"])
@@ -47,6 +49,8 @@ def linear_kernel(
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr,
+    CAP: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
@@ -66,8 +70,12 @@ def linear_kernel(
     at = token[:, None].to(tl.int64) * N + n[None, :]
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ACT != "":
+        acc = activate(acc, ACT)
     if RESIDUAL:
         acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    if CAP > 0:
+        acc = soft_cap(acc, CAP)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -78,6 +86,8 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    act: str = "",
+    cap: float = 0.0,
     out: Tensor | None = None,
     config: Config,
     workspace: Workspace | None = None,
@@ -86,8 +96,9 @@ def linear(
     """x [m, K], weight [N, K] -> [m, N], summed in float32 and rounded once.
 
     bias [N]; residual [m, N], which may be `out`; norm = (weight [K], eps): RMSNorm of x comes
-    first. `out` may have another dtype than x (float32 logits). A split config needs a
-    workspace. `with_pdl`: a dependent launch, see `pdl`.
+    first; act: one of ACTS without a gate; cap > 0: what comes out is soft-capped. `out` may have
+    another dtype than x (float32 logits). A split config needs a workspace. `with_pdl`: a dependent
+    launch, see `pdl`.
     """
     check(x, weight, norm)
     (m, k), n = x.shape, weight.shape[0]
@@ -96,6 +107,7 @@ def linear(
     if residual is not None:
         check_output(residual, (m, n))
     assert bias is None or bias.shape == (n,), "bias is [N]"
+    assert act in ("", *ACTS), f"{act} is none of {ACTS}"
     tiles = triton.cdiv(n, config.block_n)
     x, gain, eps, fold = normed(x, norm, config, with_pdl)
     launch(linear_kernel, (tiles, config.split_k),
@@ -103,7 +115,8 @@ def linear(
         *scratch(x, tiles, config, workspace), m, eps,
         N=n, K=k, BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config),
         SPLIT=config.split_k,
-        BIAS=bias is not None, RESIDUAL=residual is not None, NORM=fold,
+        BIAS=bias is not None, RESIDUAL=residual is not None,
+        ACT=act, CAP=float(cap), NORM=fold,
         PREFETCH=prefetch_bytes(weight, config, with_pdl),
         EARLY=early_columns(x, config), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
@@ -118,8 +131,12 @@ def linear_reference(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: Norm | None = None,
+    act: str = "",
+    cap: float = 0.0,
 ) -> Tensor:
     """The same in float64."""
     y = norm_reference(x, norm) @ weight.double().T
     y = y if bias is None else y + bias.double()
-    return y if residual is None else y + residual.double()
+    y = activate_reference(y, act) if act else y
+    y = y if residual is None else y + residual.double()
+    return soft_cap_reference(y, cap) if cap else y

@@ -13,7 +13,7 @@ from headrace.kernels.launch import launch
 from headrace.kernels.shapes import cdiv, check_output, check_scale, power_of_two
 
 
-@triton.jit(do_not_specialize=["width", "eps"], do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(do_not_specialize=["width", "eps", "clip"], do_not_specialize_on_alignment=COLUMNS)
 def rotary_write_kernel(
     qkv,
     scale,
@@ -31,9 +31,14 @@ def rotary_write_kernel(
     v,
     width,
     eps,
+    clip,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
+    CLIPPED: tl.constexpr,
     NORMED: tl.constexpr,
+    TURNED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    OWN: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -45,7 +50,7 @@ def rotary_write_kernel(
     """Grid (tokens, groups of BH heads). BI >= HALF, a power of two."""
     pdl.release(PDL)
     D: tl.constexpr = 2 * HALF
-    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS * OWN
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     i = tl.arange(0, BI)
@@ -62,6 +67,9 @@ def rotary_write_kernel(
         column = head[:, None] * D + i[None, :]
         low += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
         high += tl.load(bias + column + HALF, mask=mask, other=0.0).to(tl.float32)
+    if CLIPPED:
+        low = tl.minimum(tl.maximum(low, -clip), clip)
+        high = tl.minimum(tl.maximum(high, -clip), clip)
     if NORMED:  # each head of q and k, not of v
         squares = tl.sum(tl.where(mask, low * low + high * high, 0.0), axis=1)
         factor = tl.where(head < HEADS + KV_HEADS, tl.rsqrt(squares / D + eps), 1.0)
@@ -78,11 +86,15 @@ def rotary_write_kernel(
                 high = high * factor[:, None] * gain
     position = tl.load(positions + token)
     turned = mask & (head < HEADS + KV_HEADS)[:, None]  # values are not
-    angle = position.to(tl.int64) * HALF + i
-    c = tl.where(turned, tl.load(cos + angle, mask=i < HALF, other=1.0)[None, :], 1.0)
-    s = tl.where(turned, tl.load(sin + angle, mask=i < HALF, other=0.0)[None, :], 0.0)
-    first = (low * c - high * s).to(q.dtype.element_ty)
-    second = (high * c + low * s).to(q.dtype.element_ty)
+    if TURNED:
+        angle = (token if BY_TOKEN else position.to(tl.int64)) * HALF + i
+        c = tl.where(turned, tl.load(cos + angle, mask=i < HALF, other=1.0)[None, :], 1.0)
+        s = tl.where(turned, tl.load(sin + angle, mask=i < HALF, other=0.0)[None, :], 0.0)
+        first = (low * c - high * s).to(q.dtype.element_ty)
+        second = (high * c + low * s).to(q.dtype.element_ty)
+    else:
+        first = low.to(q.dtype.element_ty)
+        second = high.to(q.dtype.element_ty)
 
     at = (token * HEADS + head[:, None]) * D + i[None, :]
     queries = mask & (head < HEADS)[:, None]
@@ -136,7 +148,11 @@ def rotary_write(
     *,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
+    clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    turned: bool = True,
+    by_token: bool = False,
+    own: bool = True,
     out: Tensor | None = None,
     with_pdl: bool = False,
 ) -> Tensor:
@@ -145,11 +161,15 @@ def rotary_write(
     cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
     layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
     Turned in float32, rounded once. Before that a row is multiplied by scale [T] float32 and gets
-    bias [(heads + 2 kv_heads) d], where they are given; then each head of q and of k goes through
-    an RMSNorm: norms = (weight of q [d], of k [d], eps).
+    bias [(heads + 2 kv_heads) d], where they are given; is held within -clip and clip, unless that
+    is 0; then each head of q and of k goes through an RMSNorm: norms = (weight of q [d], of k [d],
+    eps).
+
+    turned: False = q and k are not. by_token: row t of cos and sin is token t's, whatever its
+    position. own: False = there is q alone, qkv [T, heads d]; k and v stay as they are.
     """
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
-    every = heads + 2 * kv_heads
+    every = heads + 2 * kv_heads * own
     check_output(qkv, (tokens, every * d))
     check_scale(scale, tokens)
     if bias is not None:
@@ -169,8 +189,9 @@ def rotary_write(
         qkv, qkv if scale is None else scale, qkv if bias is None else bias,
         q_gain, k_gain, columns.rows, columns.positions, columns.writes, columns.tables,
         cos, sin, q, k, v,
-        columns.tables.stride(0), eps,
-        SCALED=scale is not None, BIASED=bias is not None, NORMED=norms is not None,
+        columns.tables.stride(0), eps, float(clip),
+        SCALED=scale is not None, BIASED=bias is not None, CLIPPED=clip > 0,
+        NORMED=norms is not None, TURNED=turned, BY_TOKEN=by_token, OWN=own,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,
         num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
@@ -188,24 +209,33 @@ def rotary_write_reference(
     *,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
+    clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    turned: bool = True,
+    by_token: bool = False,
+    own: bool = True,
 ) -> Tensor:
     """The same in float64 (k and v are written in their own dtype): q [T, heads, d]."""
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
     rows = qkv.double() if scale is None else qkv.double() * scale.double()[:, None]
     parts = (rows if bias is None else rows + bias.double()).view(tokens, -1, d)
-    turned, values = parts.split((heads + kv_heads, kv_heads), dim=1)
+    parts = parts.clamp(-clip, clip) if clip else parts
+    both = heads + kv_heads * own
+    keyed, values = parts[:, :both], parts[:, both:]
     if norms is not None:
         q_gain, k_gain, eps = norms
-        gain = torch.cat((q_gain.expand(heads, -1), k_gain.expand(kv_heads, -1))).double()
-        turned = turned * (turned.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
+        gain = torch.cat((q_gain.expand(heads, -1), k_gain.expand(kv_heads, -1))).double()[:both]
+        keyed = keyed * (keyed.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
     positions = columns.positions.long()
-    c, s = cos.double()[positions][:, None], sin.double()[positions][:, None]
-    low, high = turned.chunk(2, dim=-1)
-    turned = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
-    blocks = columns.tables[columns.rows.long(), positions // block_size].long()
-    kept = columns.writes.bool()
-    blocks, slots = blocks[kept], positions[kept] % block_size
-    k[blocks, :, slots] = turned[kept, heads:].to(k.dtype)
-    v[blocks, :, slots] = values[kept].to(v.dtype)
-    return turned[:, :heads]
+    if turned:
+        at = torch.arange(tokens, device=qkv.device) if by_token else positions
+        c, s = cos.double()[at][:, None], sin.double()[at][:, None]
+        low, high = keyed.chunk(2, dim=-1)
+        keyed = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
+    if own:
+        blocks = columns.tables[columns.rows.long(), positions // block_size].long()
+        kept = columns.writes.bool()
+        blocks, slots = blocks[kept], positions[kept] % block_size
+        k[blocks, :, slots] = keyed[kept, heads:].to(k.dtype)
+        v[blocks, :, slots] = values[kept].to(v.dtype)
+    return keyed[:, :heads]

@@ -66,9 +66,10 @@ class RMSNorm(nn.Module):
         self.hidden, self.eps = hidden, eps
 
     def fold_into(self, linear: Linear) -> None:
-        """Multiply the columns of `linear`, each product rounded once, and leave 1 here."""
+        """Multiply the columns of `linear`, each product rounded once, and leave 1 here, in the
+        type of the matrix."""
         linear.weight.mul_(self.weight)
-        self.weight.fill_(1)
+        self.weight = nn.Parameter(torch.ones_like(linear.weight[0]), requires_grad=False)
         self.folded = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,7 +275,9 @@ class Decoder(nn.Module):
     def fold_norms(self) -> None:
         """Put the weights of the layers' norms into the matrices behind them: what is left of a
         norm is a factor for each token, which a product may get afterwards. The last norm stays:
-        its matrix may be the embedding."""
+        its matrix may be the embedding. Layer norms stay too: they are no factor."""
+        if self.spec.norm == "layer":
+            return
         for block in self.blocks:
             assert isinstance(block, Block), "a decoder is made of blocks"
             feed = getattr(block, "ffn", None)  # a routed one reads its norm in two places
@@ -284,6 +287,7 @@ class Decoder(nn.Module):
                     continue
                 assert isinstance(norm, RMSNorm), "only an RMS norm is a factor"
                 linear = matrix.gate_up if isinstance(matrix, GatedMlp) else matrix
+                linear = linear.up if isinstance(linear, PlainMlp) else linear
                 assert isinstance(linear, Linear), "the matrix behind a norm"
                 norm.fold_into(linear)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,15 @@ def inverse_frequencies(rope: Rope, dims: int, length: int = 0) -> Tensor:
         factors = rope.long if length > rope.original_positions else rope.short
         return 1.0 / (torch.tensor(factors, device="cpu") * _powers(rope, dims))
     return frequencies
+
+
+def frequencies_by_length(rope: Rope, dims: int, lengths: Sequence[int]) -> Tensor:
+    """`inverse_frequencies` of each length: [lengths, dims / 2] float32, on the CPU."""
+    if rope.kind != "dynamic":
+        return torch.stack([inverse_frequencies(rope, dims, length) for length in lengths])
+    thetas = torch.tensor([[_grown(rope, dims, length).theta] for length in lengths], device="cpu")
+    exponents = torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims
+    return 1.0 / thetas**exponents
 
 
 def _grown(rope: Rope, dims: int, length: int) -> Rope:

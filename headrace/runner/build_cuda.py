@@ -15,6 +15,7 @@ from headrace.backends.cuda.device import Card
 from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore
 from headrace.backends.cuda.latent import LatentPaths, shape_of
 from headrace.backends.cuda.ops import Choose, Place
+from headrace.backends.cuda.turns import Turns
 from headrace.config import PrefillAttention, Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
 from headrace.errors import ConfigError
@@ -81,16 +82,11 @@ def forward_on(
     # An overlapped step may run past the last token of a sequence: two blocks to spare.
     width = -(-plan.max_model_len // plan.block_size) + 2
     state = DeviceState(plan.max_rows, width, store.spare_block, device)
-    positions = torch.arange(width * plan.block_size, device=device)
-    cos, sin = (t[:, 0].contiguous() for t in model.rotaries["global"](positions, torch.float32))
-    if spec.latent is not None:  # a part of what the cache keeps is turned
-        cos, sin = (t[:, : spec.latent.rope_dim // 2].contiguous() for t in (cos, sin))
     place = Place(
         store=store,
         buffers=buffers,
         workspace=Workspace(device),
-        cos=cos,
-        sin=sin,
+        turns=Turns(model, width * plan.block_size, plan.max_tokens, state.prompts),
         last=state.last,
         choose=choose or functools.partial(tuned.choose, device_name=card.name),
         pdl=pdl.supported(device),

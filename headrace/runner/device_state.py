@@ -24,9 +24,10 @@ _NEUTRAL = pack_edits(Sampling(), 0, 0)
 class DeviceState:
     """Block table, last drawn token and sampling parameters of each row.
 
-    All int32: tables [max_rows + 1, width], last [max_rows + 1], params [max_rows + 1, 8], edits
-    [max_rows + 1, EDIT_WIDTH] and arena [list_ids] (see `kernels.edit_params`). The last row is the
-    spare one that padding uses: its table names the spare block throughout.
+    All int32: tables [max_rows + 1, width], last [max_rows + 1], prompts [max_rows + 1] (tokens of
+    each prompt), params [max_rows + 1, 8], edits [max_rows + 1, EDIT_WIDTH] and arena [list_ids]
+    (see `kernels.edit_params`). The last row is the spare one that padding uses: its table names
+    the spare block throughout.
 
     Nothing of a sequence's ids stands here: `Join.history` is not needed, since every token before
     a draw has its id beside its K and V (`CudaKvStore.ids`).
@@ -42,11 +43,12 @@ class DeviceState:
     ) -> None:
         rows = max_rows + 1
         self._width = width
-        sizes = [rows * width, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids]
+        sizes = [rows * width, rows, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        tables, self.last, params, edited, self.arena = torch.split(self._all, sizes)
-        self._params_at, self._edits_at = sum(sizes[:2]), sum(sizes[:3])
-        self._arena_at = sum(sizes[:4])
+        parts = torch.split(self._all, sizes)
+        tables, self.last, self.prompts, params, edited, self.arena = parts
+        self._prompts_at, self._params_at = sum(sizes[:2]), sum(sizes[:3])
+        self._edits_at, self._arena_at = sum(sizes[:4]), sum(sizes[:5])
         self.tables, self.params = tables.view(rows, width), params.view(rows, WIDTH)
         self.edits = edited.view(rows, EDIT_WIDTH)
         self.edits[:] = torch.tensor(_NEUTRAL, dtype=torch.int32)
@@ -91,6 +93,7 @@ class DeviceState:
         assert not join.adapter, "this runner has no adapters"
         self._taken[row] = True
         self._put(row * self._width, 0, join.tables[0])
+        self._poke(self._prompts_at + row, [join.prompt_tokens])
         self._kinds[row] = KINDS.index(kind_of(join.sampling))
         packed = pack(join.sampling, join.choice)
         self._poke(self._params_at + row * WIDTH, packed)

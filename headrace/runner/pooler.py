@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.upload import Upload
+from headrace.kernels.layer_norm import layer_norm
 from headrace.kernels.pool import pool
 from headrace.kernels.rms_norm import inverse_rms
 from headrace.models.layers import Decoder, RMSNorm
@@ -18,7 +19,6 @@ class Pooler:
     def __init__(self, model: Decoder, buffers: Buffers, *, with_pdl: bool) -> None:
         rows, width = buffers.chosen.shape
         device = buffers.x.device
-        assert isinstance(model.norm, RMSNorm), "others are refused at load"
         self._norm, self._buffers, self._pdl = model.norm, buffers, with_pdl
         self._head = None if model.classifier is None else model.classifier.weight
         self._spans = torch.zeros((rows, 2), dtype=torch.int32, device=device)
@@ -41,12 +41,18 @@ class Pooler:
             torch.mm(self.vectors[:count], self._head.t(), out=self.scores[:count])
 
     def _sum(self, x: Tensor, count: int) -> None:
-        scale = self._buffers.scale[: x.shape[0]]
-        inverse_rms(x, self._norm.eps, out=scale, with_pdl=self._pdl)
+        scale, norm = self._buffers.scale[: x.shape[0]], self._norm
+        weight: Tensor = norm.weight
+        if isinstance(norm, RMSNorm):
+            inverse_rms(x, norm.eps, out=scale, with_pdl=self._pdl)
+        else:
+            normed = self._buffers.normed[: x.shape[0]]
+            x = layer_norm(x, weight, norm.bias, norm.eps, out=normed, with_pdl=self._pdl)
+            scale, weight = scale.fill_(1.0), torch.ones_like(weight)
         pool(
             x,
             scale,
-            self._norm.weight,
+            weight,
             self._spans[:count],
             out=self.vectors[:count],
             with_pdl=self._pdl,

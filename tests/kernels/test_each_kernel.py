@@ -18,6 +18,7 @@ import torch
 from headrace import kernels
 from headrace.kernels import launch as launching
 from tests.kernels import (
+    test_activation,
     test_attention_decode,
     test_attention_prefill,
     test_dense_prefill,
@@ -40,7 +41,12 @@ CASES: dict[str, Case] = {
     "begin_kernel": lambda on: test_elementwise.test_begin(5, 53, DTYPE, on),
     "rms_norm_kernel": lambda on: test_elementwise.test_add_and_norm(3, 53, DTYPE, on),
     "inverse_rms_kernel": lambda on: test_elementwise.test_inverse_rms(3, 53, DTYPE, on),
-    "silu_mul_kernel": lambda on: test_elementwise.test_silu_mul(3, 53, True, DTYPE, on),
+    "activation_kernel": lambda on: test_activation.test_gated(
+        3, 53, "gelu_tanh", ("scale", "bias"), DTYPE, on
+    ),
+    "soft_cap_kernel": lambda on: test_activation.test_soft_cap(3, 53, DTYPE, on),
+    "layer_norm_kernel": lambda on: test_elementwise.test_layer_norm(3, 53, True, DTYPE, on),
+    "norm_add_kernel": lambda on: test_elementwise.test_norm_add(3, 53, DTYPE, on),
     "rotary_write_kernel": lambda on: test_elementwise.test_rotary_write(
         7, 3, 3, 12, ("scale", "bias"), DTYPE, on
     ),

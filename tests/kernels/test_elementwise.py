@@ -1,4 +1,4 @@
-"""rms_norm, silu_mul, rotary_write and begin against float64: odd sizes, poisoned outputs."""
+"""Norms, rotary_write and begin against float64: odd sizes, poisoned outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import pdl
+from headrace.kernels.activation import activation
 from headrace.kernels.begin import begin, begin_reference
+from headrace.kernels.layer_norm import layer_norm, layer_norm_reference
+from headrace.kernels.norm_add import norm_add, norm_add_reference
 from headrace.kernels.rms_norm import (
     inverse_rms,
     inverse_rms_reference,
@@ -18,7 +21,7 @@ from headrace.kernels.rms_norm import (
     rms_norm_reference,
 )
 from headrace.kernels.rotary import rotary_write, rotary_write_reference
-from headrace.kernels.silu_mul import silu_mul, silu_mul_reference
+from headrace.kernels.soft_cap import cap_rows
 from tests.kernels.conftest import CUDA, assert_close
 from tests.kernels.paged import paged, written
 
@@ -72,18 +75,27 @@ def test_the_sum_is_rounded_once(dtype: torch.dtype, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
-@pytest.mark.parametrize(
-    ("tokens", "ffn"), [(1, 16), (3, 53), (2, 2050), pytest.param(8192, 13824, marks=LARGE)]
-)
-def test_silu_mul(
-    tokens: int, ffn: int, scaled: bool, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize(("tokens", "k"), SIZES)
+def test_norm_add(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, y = (draw(tokens, k, dtype=dtype, device=device) for _ in range(2))
+    weight = torch.randn(k, device=device)  # Gemma's are float32
+    expected = norm_add_reference(x, y, weight, 1e-6)
+    assert norm_add(x, y, weight, 1e-6, with_pdl=pdl.supported(device)) is x
+    assert_close(x, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize(("tokens", "k"), SIZES)
+def test_layer_norm(
+    tokens: int, k: int, biased: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    gate_up = draw(tokens, 2 * ffn, dtype=dtype, device=device)
-    out = torch.full((tokens, ffn), float("nan"), dtype=dtype, device=device)
-    scale = torch.rand(tokens, device=device) if scaled else None
-    silu_mul(gate_up, scale=scale, out=out, with_pdl=pdl.supported(device))
-    assert_close(out, silu_mul_reference(gate_up, scale), dtype)
+    x = draw(tokens, k, dtype=dtype, device=device) + 3
+    weight, shift = (draw(k, dtype=dtype, device=device) for _ in range(2))
+    bias = shift if biased else None
+    out = torch.full_like(x, float("nan"))
+    layer_norm(x, weight, bias, 1e-5, out=out, with_pdl=pdl.supported(device))
+    assert_close(out, layer_norm_reference(x, weight, bias, 1e-5), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -126,6 +138,35 @@ def test_rotary_write(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"turned": False, "clip": 0.7}, {"by_token": True}, {"own": False}],
+    ids=["clipped", "by-token", "q-alone"],
+)
+def test_other_rotary_writes(
+    changes: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Without a turn; by rows of the step's tokens; of a layer that reads another's K and V."""
+    tokens, heads, kv_heads, d = 7, 3, 3, 12
+    own = changes.get("own", True)
+    width = (heads + 2 * kv_heads * own) * d
+    qkv = draw(tokens, width, dtype=dtype, device=device)
+    norms = (*(torch.randn(d, device=device) for _ in range(2)), 1e-6)
+    bias = draw(width, dtype=dtype, device=device)
+    ours, theirs = (paged(tokens, kv_heads, d, dtype, device) for _ in range(2))
+    args = (ours.columns, ours.cos, ours.sin)
+    out = torch.full((tokens, heads, d), float("nan"), dtype=dtype, device=device)
+    more: dict[str, Any] = {"bias": bias, "norms": norms, **changes}
+    rotary_write(qkv, *args, ours.k, ours.v, heads, out=out, **more)
+    assert_close(out, rotary_write_reference(qkv, *args, theirs.k, theirs.v, heads, **more), dtype)
+    for mine, reference in ((ours.k, theirs.k), (ours.v, theirs.v)):
+        places = written(reference)
+        assert places.any() == own
+        assert torch.equal(written(mine), places)
+        assert_close(mine[places], reference[places], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "k"), SIZES)
 def test_begin(tokens: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     columns = paged(tokens, 1, 2, dtype, device).columns
@@ -159,4 +200,26 @@ def test_begin(tokens: int, k: int, dtype: torch.dtype, device: torch.device) ->
 def test_no_tokens_no_launch(device: torch.device) -> None:
     empty = torch.empty(0, 8, device=device)
     assert rms_norm(empty, torch.ones(8, device=device), 1e-6).shape == (0, 8)
-    assert silu_mul(empty).shape == (0, 4)
+    assert layer_norm(empty, torch.ones(8, device=device), None, 1e-6).shape == (0, 8)
+    assert activation(empty).shape == (0, 4)
+    assert cap_rows(empty, 5.0).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_begin_scales_and_adds_learned_positions(dtype: torch.dtype, device: torch.device) -> None:
+    columns = paged(6, 1, 2, dtype, device).columns
+    columns.rows[2] = columns.tables.shape[0] - 1
+    embedding, learned = (draw(n, 53, dtype=dtype, device=device) for n in (37, 5))
+    last = torch.zeros(7, dtype=torch.int32, device=device)
+    slots = torch.zeros((19, 4), dtype=torch.int32, device=device)
+    for more in ({"scale": 53**0.5}, {"learned": learned}, {"scale": 0.3, "learned": learned}):
+        ids = torch.arange(6, dtype=torch.int32, device=device)
+        x = torch.full((6, 53), float("nan"), dtype=dtype, device=device)
+        ours, theirs = (
+            dataclasses.replace(columns, positions=columns.positions.clone()) for _ in range(2)
+        )
+        expected = x.clone()
+        args: dict[str, Any] = dict(more)
+        begin_reference(ids.clone(), last, embedding, theirs, slots, expected, **args)
+        begin(ids, last, embedding, ours, slots, x, with_pdl=pdl.supported(device), **args)
+        assert torch.equal(x, expected)

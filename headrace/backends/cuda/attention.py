@@ -60,7 +60,7 @@ def _refusal(choice: PrefillAttention, why_not: str) -> ConfigError:
 def plain(spec: ModelSpec) -> bool:
     """Whether the libraries' kernels compute it: the whole context, scores as they are."""
     bent = any(layer.window or layer.scale for layer in spec.every_layer())
-    return not (bent or spec.sinks or spec.softcap)
+    return not (bent or spec.sinks or spec.softcap or spec.alibi)
 
 
 class Attention:
@@ -86,7 +86,8 @@ class Attention:
                 raise _refusal(choice, _NOT_PLAIN)
             choice = "triton"
         self._choice = choice
-        self._plain = plain(spec)
+        self._plain, self._device = plain(spec), device
+        self._slopes: dict[tuple[float, ...], Tensor] = {}
         self.scale = spec.head_dim**-0.5
         self.decoding = decoding
         splits = most_splits(spec.kv_heads, multiprocessors)
@@ -119,6 +120,14 @@ class Attention:
             raise _refusal(choice, self._why_not)
         if not self._why_not:
             self.dense = DenseChunks(sizes, *shape, self.scale, dtype, device)
+
+    def slopes(self, layer: LayerAttention) -> Tensor | None:
+        """ALiBi's, on the device; made when a layer is first asked for, before any capture."""
+        if not layer.slopes:
+            return None
+        if layer.slopes not in self._slopes:
+            self._slopes[layer.slopes] = torch.tensor(layer.slopes, device=self._device)
+        return self._slopes[layer.slopes]
 
     def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> Resolved[str]:
         """Plan the sizes that cuDNN takes, in seconds, or compile what FlashInfer needs ->
@@ -230,6 +239,7 @@ class StepAttention:
             "window": attention.window,
             "softcap": attention.softcap,
             "sinks": attention.sinks,
+            "slopes": shared.slopes(attention),
         }
         if singles:
             config, splits = shared.decoding(singles)

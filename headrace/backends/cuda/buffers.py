@@ -43,8 +43,9 @@ class Buffers:
         self.q = q.view(tokens, spec.heads, q_dim)
         attended = rows(tokens, spec.heads * out_dim)
         self.attended = attended.view(tokens, spec.heads, out_dim)
-        self.gate_up = rows(min(tokens, MLP_TOKENS), 2 * spec.ffn)
-        self.inner = rows(min(tokens, MLP_TOKENS), spec.ffn)
+        ffn = max(layer.ffn or spec.ffn for layer in spec.every_layer())
+        self.gate_up = rows(min(tokens, MLP_TOKENS), (1 + spec.gated) * ffn)
+        self.inner = rows(min(tokens, MLP_TOKENS), ffn)
         self.chosen = rows(draws, spec.hidden)  # the stream of tokens whose logits are wanted
         self.chosen_q = rows(draws, q_width).view(draws, spec.heads, q_dim)
         self.logits = rows(draws, spec.vocab_size)

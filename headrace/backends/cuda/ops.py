@@ -1,8 +1,10 @@
 """A step's arithmetic on a GPU; see `models.ops.Ops`.
 
 Few tokens (at most `product.MAX_TOKENS`): Triton kernels that stream each weight once, with the
-norm, bias, rotary, KV write, SiLU and residual inside. More: the library's matrix products (cuBLAS)
-with one element-wise kernel between two of them. Which one, per shape, is data: `kernels.tuned`.
+norm, bias, rotary, KV write, activation and residual inside. More: the library's matrix products
+(cuBLAS) with one element-wise kernel between two of them. Which one, per shape, is data:
+`kernels.tuned`. Norms whose weights have another type than the stream, and layer norms, are kernels
+of their own, and so is what else no product ends in.
 """
 
 from __future__ import annotations
@@ -18,26 +20,33 @@ from headrace.backends.cuda.attention import StepAttention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.latent import LatentStep
+from headrace.backends.cuda.turns import Turns
+from headrace.kernels.activation import activation
 from headrace.kernels.begin import begin
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.gate_up import gate_up
 from headrace.kernels.latent import LatentShape, latent_write
+from headrace.kernels.layer_norm import layer_norm
 from headrace.kernels.linear import linear
+from headrace.kernels.norm_add import norm_add
 from headrace.kernels.product import Config, Workspace
 from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
-from headrace.kernels.silu_mul import silu_mul
+from headrace.kernels.soft_cap import cap_rows
 from headrace.models.latent import LatentAttention
 from headrace.models.layers import Attention, Embedding, GatedMlp, Linear, Mlp, Norm, RMSNorm
 from headrace.models.routed import RoutedMlp
 
 # Of `models.features`, beyond the plain decoder.
 COMPUTES = frozenset({
-    "q and k norms", "sliding window", "attention sinks", "scaled scores", "soft-capped scores",
-    "output bias", "experts", "MLP of clamped", "latent attention",
+    "scaled embedding", "learned positions", "layer norm", "wide norms", "post norms",
+    "clipped q, k and v", "q and k norms", "layers without rotary embedding",
+    "two rotary embeddings", "rotary frequencies by length", "shared K and V", "sliding window",
+    "scaled scores", "soft-capped scores", "attention sinks", "ALiBi", "output bias",
+    "MLP without a gate", "MLP of gelu", "MLP of gelu_tanh", "MLP of relu", "MLP of clamped",
+    "MLP bias", "layers of several widths", "soft-capped logits", "experts", "latent attention",
 })  # fmt: skip
-_REFUSED = "refused at load: see COMPUTES"
 
 # kind, m tokens, N and K of a weight -> configuration of the kernel for few tokens; None: the
 # library is faster. See `kernels.tuned.choose`.
@@ -46,13 +55,12 @@ Choose = Callable[[str, int, int, int], Config | None]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What every step of one model shares. cos and sin are [positions, d/2] float32."""
+    """What every step of one model shares."""
 
     store: CudaKvStore
     buffers: Buffers
     workspace: Workspace
-    cos: Tensor
-    sin: Tensor
+    turns: Turns
     last: Tensor  # [rows] int32, the token last drawn into each device row
     choose: Choose
     pdl: bool  # kernels start while the one before drains
@@ -97,9 +105,16 @@ class CudaOps:
         return {"config": config, "workspace": place.workspace, "with_pdl": place.pdl}
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        assert isinstance(norm, RMSNorm), _REFUSED
-        out = self._place.buffers.normed[: x.shape[0]]
-        return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=self._place.pdl)
+        out, with_pdl = self._place.buffers.normed[: x.shape[0]], self._place.pdl
+        if isinstance(norm, RMSNorm):
+            return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=with_pdl)
+        return layer_norm(x, norm.weight, norm.bias, norm.eps, out=out, with_pdl=with_pdl)
+
+    def _taken(self, x: Tensor, norm: Norm) -> tuple[Tensor, tuple[Tensor, float] | None]:
+        """x, and the norm that a kernel for few tokens may fold in; else x is normed before."""
+        if isinstance(norm, RMSNorm) and norm.weight.dtype == x.dtype:
+            return x, (norm.weight, norm.eps)
+        return self._normed(x, norm), None
 
     def _scale(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """What is left of a folded norm: a factor for each row of the product behind it."""
@@ -108,7 +123,6 @@ class CudaOps:
 
     def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
-        assert positions is None, _REFUSED
         x = self._place.buffers.x[: self._tokens]
         begin(
             self._ids,
@@ -117,62 +131,75 @@ class CudaOps:
             self._columns,
             self._place.store.ids,
             x,
+            scale=embedding.scale,
+            learned=None if positions is None else positions.weight,
             with_pdl=self._place.pdl,
         )
+        self._place.turns.begin(self._columns)
         return x
 
     def qkv(self, attention: Attention, x: Tensor, norm: Norm, weights: Linear) -> Tensor:
         """-> q [T, heads, d]; k and v are in the cache."""
-        assert isinstance(norm, RMSNorm), _REFUSED
         place, n = self._place, self._tokens
         k, v = place.store.k[attention.layer], place.store.v[attention.layer]
-        out = place.buffers.q[:n]
-        config = self._config("qkv", n, weights.weight)
+        out, turn = place.buffers.q[:n], place.turns.of(attention.rope)
         norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
             q_norm, k_norm = attention.q_norm, attention.k_norm
             norms = q_norm.weight, k_norm.weight, q_norm.eps
-        if config is not None and norms is None:
+        plain = norms is None and not attention.clip and attention.rope != "none"
+        config = self._config("qkv", n, weights.weight)
+        if config is not None and plain and attention.own and not turn.by_token:
+            y, gain = self._taken(x, norm)
             return qkv(
-                x,
+                y,
                 weights.weight,
                 weights.bias,
                 self._columns,
-                place.cos,
-                place.sin,
+                turn.cos,
+                turn.sin,
                 k,
                 v,
                 heads=out.shape[1],
-                norm=(norm.weight, norm.eps),
+                norm=gain,
                 q=out,
                 **self._options(config),
             )
-        both, scale, bias = place.buffers.qkv[:n], None, weights.bias
-        if config is not None:
-            gain = (norm.weight, norm.eps)
-            linear(x, weights.weight, norm=gain, out=both, **self._options(config))
-        elif norm.folded:
-            scale = self._scale(x, norm)
-            torch.mm(x, weights.weight.t(), out=both)
-        elif bias is None:
-            torch.mm(self._normed(x, norm), weights.weight.t(), out=both)
-        else:
-            torch.addmm(bias, self._normed(x, norm), weights.weight.t(), out=both)
-            bias = None
+        both, scale, bias = self._projected(x, norm, weights, config)
         return rotary_write(
             both,
             self._columns,
-            place.cos,
-            place.sin,
+            turn.cos,
+            turn.sin,
             k,
             v,
             out.shape[1],
             scale=scale,
             bias=bias,
+            clip=attention.clip,
             norms=norms,
+            turned=attention.rope != "none",
+            by_token=turn.by_token,
+            own=attention.own,
             out=out,
             with_pdl=place.pdl,
         )
+
+    def _projected(
+        self, x: Tensor, norm: Norm, weights: Linear, config: Config | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """q, k and v of a product, what its rows are to be multiplied by, and a bias that is still
+        to be added."""
+        weight, bias = weights.weight, weights.bias
+        both = _first_rows(self._place.buffers.qkv, self._tokens, weight.shape[0])
+        if config is not None:
+            y, gain = self._taken(x, norm)
+            return linear(y, weight, norm=gain, out=both, **self._options(config)), None, bias
+        if isinstance(norm, RMSNorm) and norm.folded:
+            return torch.mm(x, weight.t(), out=both), self._scale(x, norm), bias
+        if bias is None:
+            return torch.mm(self._normed(x, norm), weight.t(), out=both), None, None
+        return torch.addmm(bias, self._normed(x, norm), weight.t(), out=both), None, None
 
     def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, weights: Linear) -> Tensor:
         """-> q [T, heads, plain + rope]; the tokens' lines are in the cache."""
@@ -190,8 +217,8 @@ class CudaOps:
             kv,
             (attention.kv_norm.weight, attention.kv_norm.eps),
             self._columns,
-            place.cos,
-            place.sin,
+            place.turns.of("global").cos,
+            place.turns.of("global").sin,
             place.store.k[attention.layer],
             place.latent,
             out=buffers.q[:n],
@@ -201,8 +228,8 @@ class CudaOps:
     def _normed_product(
         self, x: Tensor, norm: Norm, weights: Linear, out_of_norm: Tensor, out: Tensor
     ) -> Tensor:
-        assert isinstance(norm, RMSNorm), _REFUSED
-        assert weights.bias is None, _REFUSED
+        assert isinstance(norm, RMSNorm), "latent attention has no other"
+        assert weights.bias is None, "latent attention has none"
         config = self._config("qkv", x.shape[0], weights.weight)
         if config is not None:
             gain = (norm.weight, norm.eps)
@@ -240,51 +267,76 @@ class CudaOps:
         return self._attention.attend(attention, q, self._place.store.k[attention.layer], out)
 
     def add_linear(self, x: Tensor, y: Tensor, weights: Linear, post: Norm | None) -> Tensor:
-        """-> x + linear(y), in place."""
-        assert post is None, _REFUSED
-        return self._add("out", x, y, weights)
+        """-> x + post(linear(y)), in place."""
+        return self._add("out", x, y, weights, post)
 
-    def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear) -> Tensor:
-        config = self._config(kind, self._tokens, weights.weight)
+    def _add(self, kind: str, x: Tensor, y: Tensor, weights: Linear, post: Norm | None) -> Tensor:
+        weight, bias = weights.weight, weights.bias
+        config = self._config(kind, self._tokens, weight)
+        if post is not None:
+            return self._add_normed(x, y, weights, config, post)
         if config is not None:
-            return linear(
-                y,
-                weights.weight,
-                bias=weights.bias,
-                residual=x,
-                out=x,
-                **self._options(config),
-            )
-        if weights.bias is not None:
-            x += weights.bias
-        return x.addmm_(y, weights.weight.t())
+            options = self._options(config)
+            return linear(y, weight, bias=bias, residual=x, out=x, **options)
+        if bias is not None:
+            x += bias
+        return x.addmm_(y, weight.t())
 
-    def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
-        """-> x + mlp(norm(x)), in place."""
-        assert isinstance(norm, RMSNorm), _REFUSED
-        assert isinstance(mlp, GatedMlp), _REFUSED
-        assert mlp.act == "silu", _REFUSED  # clamped is in experts alone
-        assert post is None, _REFUSED
-        buffers, n = self._place.buffers, self._tokens
-        weight = mlp.gate_up.weight
-        config = self._config("gate_up", n, weight)
+    def _add_normed(
+        self, x: Tensor, y: Tensor, weights: Linear, config: Config | None, post: Norm
+    ) -> Tensor:
+        """x + post(linear(y)), in place."""
+        weight, bias, with_pdl = weights.weight, weights.bias, self._place.pdl
+        added = self._place.buffers.normed[: x.shape[0]]
         if config is not None:
-            inner = buffers.inner[:n]
-            gate_up(x, weight, norm=(norm.weight, norm.eps), out=inner, **self._options(config))
-            return self._add("down", x, inner, mlp.down)
-        pieces = -(-n // buffers.gate_up.shape[0])
-        for piece in range(pieces):
-            self._add_mlp_rows(x[n * piece // pieces : n * (piece + 1) // pieces], norm, mlp)
+            linear(y, weight, bias=bias, out=added, **self._options(config))
+        elif bias is None:
+            torch.mm(y, weight.t(), out=added)
+        else:
+            torch.addmm(bias, y, weight.t(), out=added)
+        if isinstance(post, RMSNorm):
+            return norm_add(x, added, post.weight, post.eps, with_pdl=with_pdl)
+        x += layer_norm(added, post.weight, post.bias, post.eps, out=added, with_pdl=with_pdl)
         return x
 
-    def _add_mlp_rows(self, x: Tensor, norm: RMSNorm, mlp: GatedMlp) -> None:
-        """x += mlp(norm(x)) for as many rows as the buffers hold, by the library's products."""
-        rows, buffers, weight = x.shape[0], self._place.buffers, mlp.gate_up.weight
-        both, inner = buffers.gate_up[:rows], buffers.inner[:rows]
-        scale = self._scale(x, norm) if norm.folded else None
-        torch.mm(x if norm.folded else self._normed(x, norm), weight.t(), out=both)
-        silu_mul(both, scale=scale, out=inner, with_pdl=self._place.pdl)
-        self._add("down", x, inner, mlp.down)
+    def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
+        """-> x + post(mlp(norm(x))), in place."""
+        buffers, n = self._place.buffers, self._tokens
+        first = mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up
+        config = self._config("gate_up", n, first.weight)
+        if config is not None:
+            y, gain = self._taken(x, norm)
+            inner = _first_rows(buffers.inner, n, mlp.down.weight.shape[1])
+            run = gate_up if isinstance(mlp, GatedMlp) else linear
+            more = {"norm": gain, "act": mlp.act, "out": inner, **self._options(config)}
+            run(y, first.weight, bias=first.bias, **more)
+            return self._add("down", x, inner, mlp.down, post)
+        pieces = -(-n // buffers.gate_up.shape[0])
+        for piece in range(pieces):
+            rows = x[n * piece // pieces : n * (piece + 1) // pieces]
+            self._add_mlp_rows(rows, norm, mlp, first, post)
+        return x
+
+    def _add_mlp_rows(
+        self, x: Tensor, norm: Norm, mlp: Mlp, first: Linear, post: Norm | None
+    ) -> None:
+        """`add_mlp` for as many rows as the buffers hold, by the library's products."""
+        rows, buffers, weight = x.shape[0], self._place.buffers, first.weight
+        both = _first_rows(buffers.gate_up, rows, weight.shape[0])
+        inner = _first_rows(buffers.inner, rows, mlp.down.weight.shape[1])
+        folded = isinstance(norm, RMSNorm) and norm.folded
+        scale = self._scale(x, norm) if isinstance(norm, RMSNorm) and norm.folded else None
+        torch.mm(x if folded else self._normed(x, norm), weight.t(), out=both)
+        activation(
+            both,
+            mlp.act,
+            gated=isinstance(mlp, GatedMlp),
+            scale=scale,
+            bias=first.bias,
+            out=inner,
+            with_pdl=self._place.pdl,
+        )
+        self._add("down", x, inner, mlp.down, post)
 
     def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
         """-> x + mlp(norm(x)), in place."""
@@ -308,12 +360,16 @@ class CudaOps:
 
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
-        assert isinstance(norm, RMSNorm), _REFUSED
-        assert not softcap, _REFUSED
         n = x.shape[0]
         out = self._place.buffers.logits[:n]
         config = self._config("head", n, weight)
-        if config is None:
-            return torch.mm(self._normed(x, norm), weight.t(), out=out)
-        gain = (norm.weight, norm.eps)
-        return linear(x, weight, norm=gain, out=out, **self._options(config))
+        if config is not None:
+            y, gain = self._taken(x, norm)
+            return linear(y, weight, norm=gain, cap=softcap, out=out, **self._options(config))
+        torch.mm(self._normed(x, norm), weight.t(), out=out)
+        return cap_rows(out, softcap, with_pdl=self._place.pdl) if softcap else out
+
+
+def _first_rows(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """[rows, width] of a buffer's memory, whose rows may be wider."""
+    return buffer.view(-1)[: rows * width].view(rows, width)
