@@ -16,11 +16,13 @@
     │   ├── QueueFull               503  queue_full
     │   ├── TooManyStreams          503  too_many_streams
     │   ├── HookUnavailable         503  hook_unavailable (one that must have its say)
+    │   ├── NoWorker                503  no_worker        (none of the gateway's workers takes it)
     │   └── ShuttingDown            503  shutting_down
     ├── TimedOut                    504  timed_out   (the server's own limits of time)
     ├── EngineError                 our fault; the request failed, the server may go on
     │   ├── RequestFailed           500  request_failed    (this request alone: NaN logits, ...)
     │   │   └── UnfitAnswer         500  unfit_answer      (a check could not mend it)
+    │   ├── WorkerLost              502  worker_lost       (behind the gateway)
     │   ├── EngineDead              503  engine_dead
     │   ├── NotReady                503  not_ready
     │   └── UsageLogFailed          503  usage_log_failed
@@ -153,6 +155,12 @@ class HookUnavailable(Busy):
     code = "hook_unavailable"
 
 
+class NoWorker(Busy):
+    """No worker behind the gateway can take the request now."""
+
+    code = "no_worker"
+
+
 class ShuttingDown(Busy):
     """The server is draining and admits nothing new."""
 
@@ -181,6 +189,13 @@ class UnfitAnswer(RequestFailed):
     """The answer did not pass a check and could not be mended."""
 
     code = "unfit_answer"
+
+
+class WorkerLost(EngineError):
+    """The worker behind the gateway died, hung or broke off its answer."""
+
+    status = 502
+    code = "worker_lost"
 
 
 class EngineDead(EngineError):

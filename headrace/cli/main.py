@@ -14,6 +14,7 @@ COMMANDS = {
     "config": "print every setting, its value and why",
     "chat": "talk to a server, or start one",
     "bench": "measure an OpenAI-compatible server",
+    "gateway": "route requests to many servers",
 }
 
 

@@ -1,0 +1,55 @@
+"""Answers that the gateway itself gives, and how HTTP/1.1 is written."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from headrace.errors import Busy, HeadraceError
+from headrace.gateway.upstream import Headers
+
+MESSAGES = "/v1/messages"  # answers in Anthropic's shape
+RESPONSES = "/v1/responses"
+LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
+KINDS = {"server_error": "api_error"}
+
+
+def body_of(error: HeadraceError, path: str = "") -> dict[str, Any]:
+    """The error as the clients of `path` read it."""
+    if path.startswith(MESSAGES):
+        kind = KINDS.get(error.kind, error.kind)
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def headers_of(error: HeadraceError) -> Headers:
+    """Retry-After, where trying again may help."""
+    if isinstance(error, Busy) or error.status == 503:
+        seconds = error.retry_after_s if isinstance(error, Busy) else 1
+        return [(b"retry-after", b"%d" % max(1, seconds))]
+    return []
+
+
+def event_of(error: HeadraceError, path: str) -> bytes:
+    """The error as the last event of a stream that has begun. No end is invented behind it."""
+    if path.startswith(MESSAGES):
+        return b"event: error\ndata: " + msgspec.json.encode(body_of(error, path)) + b"\n\n"
+    if path.startswith(RESPONSES):
+        said = {**body_of(error)["error"], "type": "error"}
+        return b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
+    return b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+
+
+def head(status: int, headers: Headers) -> bytes:
+    """Status line and headers, up to the blank line."""
+    line = LINES.get(status) or f"HTTP/1.1 {status} \r\n".encode()
+    return line + b"".join(b"%b: %b\r\n" % pair for pair in headers) + b"\r\n"

@@ -1,0 +1,281 @@
+"""The gateway: its parts joined, its routes, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace import __version__
+from headrace.errors import HeadraceError, InvalidRequest, NotFound, ShuttingDown, WrongMethod
+from headrace.gateway.checks import Checks
+from headrace.gateway.connection import JSON, Client, Request, Serving
+from headrace.gateway.decisions import Decisions
+from headrace.gateway.exchange import Exchange
+from headrace.gateway.fleet import Fleet, Placement
+from headrace.gateway.metrics import GatewayMetrics
+from headrace.gateway.prompt import GENERATES, Prompt, PromptReader
+from headrace.gateway.registry import Registry
+from headrace.gateway.settings import GatewaySettings
+from headrace.gateway.sse import Usage
+from headrace.gateway.worker import Worker
+from headrace.observe.metrics import CONTENT_TYPE
+
+log = logging.getLogger("headrace.gateway")
+
+RELAYED = GENERATES | {
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/score",
+    "/score",
+    "/classify",
+    "/tokenize",
+    "/detokenize",
+}
+DECISIONS = "/gateway/decisions/"
+TICK_S = 1.0
+MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
+
+
+class Gateway:
+    """One process. `run` serves until it is told to stop."""
+
+    def __init__(self, settings: GatewaySettings, registry: Registry) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.fleet = Fleet(settings)
+        self.fleet.changed.append(self._worker_hangs)
+        self.reader = PromptReader(settings.ask_usage)
+        self.metrics = GatewayMetrics(self.fleet)
+        self.decisions = Decisions(settings.decisions)
+        self.keyed = False
+        self.draining = False
+        self.exchanges: set[Exchange] = set()
+        self.clients: set[Client] = set()
+        self.port = 0
+        self._checks = Checks(self.fleet, settings)
+        self._stop = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._routes: dict[str, Callable[[], tuple[int, Any]]] = {
+            "/health": lambda: (200, {"status": "ok"}),
+            "/ready": self._ready,
+            "/version": lambda: (200, {"version": __version__}),
+            "/v1/models": self._models,
+            "/gateway/workers": self._workers,
+        }
+
+    # ------------------------------------------------------------ life
+
+    async def run(self, sock: socket.socket, ready: Callable[[Gateway], None]) -> None:
+        """Serve on `sock` until `stop`, then drain. `ready` is called when it listens."""
+        loop = asyncio.get_running_loop()
+        self.registry.start(self._apply)
+        server = await loop.create_server(self._client, sock=sock)
+        self.port = int(sock.getsockname()[1])
+        ticking = asyncio.create_task(self._tick())
+        try:
+            ready(self)
+            await self._stop.wait()
+            self.draining = True
+            server.close()
+            await self._drain()
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+            await self._checks.stop()
+            for exchange in list(self.exchanges):
+                exchange.end_with(ShuttingDown("the gateway stops"))
+            for client in list(self.clients):
+                client.close_idle()
+            self.fleet.apply(())
+            await asyncio.sleep(0)  # transports close in the next turn
+
+    def stop(self) -> None:
+        """Take nothing new, let what runs end; a second call ends it at once."""
+        if self._stop.is_set():
+            self._idle.set()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        for client in list(self.clients):
+            client.close_idle()
+        if not self.exchanges:
+            return
+        log.info("%d requests are still answered", len(self.exchanges))
+        try:
+            async with asyncio.timeout(self.settings.shutdown_timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("%d requests are cut", len(self.exchanges))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = asyncio.get_running_loop().time()
+            self.registry.tick()
+            settings = self.settings
+            for client in list(self.clients):
+                client.check(now_s, settings.receive_timeout_s, settings.stall_timeout_s)
+            for exchange in list(self.exchanges):
+                exchange.check(now_s)
+
+    def _apply(self, specs: Any) -> None:
+        self.fleet.apply(specs)
+        self._checks.sync()
+
+    def _client(self) -> Client:
+        return Client(self._handle, self.clients, self.settings.max_body_bytes)
+
+    def _worker_hangs(self, worker: Worker) -> None:
+        for exchange in list(self.exchanges):
+            if exchange.worker is worker:
+                exchange.hangs()
+
+    # ------------------------------------------------------------ routes
+
+    def _handle(self, client: Client, request: Request) -> Serving | None:
+        path = request.path
+        try:
+            if path in RELAYED:
+                if request.method != b"POST":
+                    raise WrongMethod(f"{path} takes POST")
+                if self.draining:
+                    raise ShuttingDown("the gateway is stopping")
+                exchange = Exchange(self, client, request)
+                self.exchanges.add(exchange)
+                exchange.start()
+                return exchange
+            self._own(client, request)
+        except HeadraceError as error:
+            self.metrics.requests.labels(str(error.status)).inc()
+            client.refuse(error, path, [])
+        return None
+
+    def _own(self, client: Client, request: Request) -> None:
+        """Answer what the gateway itself knows."""
+        path = request.path
+        if path == "/gateway/drain":
+            self._only(request, b"POST")
+            status, said = self._drain_worker(request.body)
+        elif path == "/metrics":
+            self._only(request, b"GET")
+            kind = (b"content-type", CONTENT_TYPE.encode())
+            client.answer(200, [kind], self.metrics.expose())
+            return
+        elif path.startswith(DECISIONS):
+            self._only(request, b"GET")
+            told = self.decisions.tell(path.removeprefix(DECISIONS))
+            if told is None:
+                raise NotFound("no such decision is kept", code="not_found")
+            status, said = 200, told
+        elif path in self._routes:
+            self._only(request, b"GET")
+            status, said = self._routes[path]()
+        else:
+            raise NotFound(f"no route {path}", code="not_found")
+        client.answer(status, [JSON], msgspec.json.encode(said))
+
+    @staticmethod
+    def _only(request: Request, method: bytes) -> None:
+        if request.method != method:
+            raise WrongMethod(f"{request.path} takes {method.decode()}")
+
+    def _ready(self) -> tuple[int, Any]:
+        now_s = asyncio.get_running_loop().time()
+        able = sum(worker.may_take(now_s) for worker in self.fleet.workers.values())
+        if self.draining:
+            return 503, {"status": "draining", "workers": able}
+        return (200 if able else 503), {"status": "ready" if able else "no worker", "workers": able}
+
+    def _models(self) -> tuple[int, Any]:
+        return 200, {"object": "list", "data": list(self.fleet.models().values())}
+
+    def _workers(self) -> tuple[int, Any]:
+        now_s = asyncio.get_running_loop().time()
+        rows = []
+        for worker in self.fleet.workers.values():
+            view = msgspec.to_builtins(worker.view(now_s))
+            state = "up" if worker.up else "down"
+            rows.append(
+                {
+                    **view,
+                    "state": "draining" if worker.draining else state,
+                    "why": worker.why,
+                    "breaker": worker.breaker.state,
+                    "models": worker.models,
+                }
+            )
+        return 200, {"policy": self.settings.policy, "workers": rows}
+
+    def _drain_worker(self, body: bytes) -> tuple[int, Any]:
+        """{"worker": URL, "drain": true}: it takes nothing new until told otherwise."""
+        try:
+            asked = msgspec.json.decode(body, type=_Drain)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"the body: {error}") from None
+        worker = self.fleet.workers.get(asked.worker.rstrip("/"))
+        if worker is None:
+            raise NotFound(f"no worker {asked.worker}", param="worker", code="worker_not_found")
+        worker.draining = asked.drain
+        return 200, {"worker": worker.name, "draining": asked.drain, "requests": len(worker.leases)}
+
+    # ------------------------------------------------------------ told by exchanges
+
+    def decided(self, request_id: str, since_s: float, prompt: Prompt, placed: Placement) -> None:
+        """A worker was chosen."""
+        after_s = asyncio.get_running_loop().time() - since_s
+        self.metrics.decide_s.observe(after_s)
+        self.metrics.placements.labels(placed.worker.name, placed.choice.reason).inc()
+        self.decisions.decided(request_id, after_s, prompt, placed)
+
+    def used(self, request_id: str, prompt: Prompt, placed: Placement, usage: Usage) -> None:
+        """A worker said what the request used."""
+        tokens = self.metrics.tokens
+        predicted = placed.cached_tokens[placed.choice.index]
+        tokens.labels("predicted_cached").inc(predicted)
+        if usage.prompt_tokens > 0:
+            tokens.labels("prompt").inc(usage.prompt_tokens)
+            self.reader.learn(prompt, usage.prompt_tokens)
+        if usage.output_tokens > 0:
+            tokens.labels("output").inc(usage.output_tokens)
+        if usage.cached_tokens >= 0:
+            tokens.labels("cached").inc(usage.cached_tokens)
+            if predicted >= MIN_MISS_TOKENS and not usage.cached_tokens:
+                self.metrics.misses.inc()
+        self.decisions.used(request_id, usage)
+
+    def ended(self, exchange: Exchange, status: int) -> None:
+        """A request is over."""
+        took_s = asyncio.get_running_loop().time() - exchange.since_s
+        self.metrics.requests.labels(str(status)).inc()
+        self.metrics.e2e_s.observe(took_s)
+        self.decisions.ended(exchange.id, status, took_s)
+        self.exchanges.discard(exchange)
+        if not self.exchanges:
+            self._idle.set()
+        elif not self.draining:
+            self._idle.clear()
+
+
+class _Drain(msgspec.Struct):
+    worker: str
+    drain: bool = True
+
+
+async def serve(
+    settings: GatewaySettings,
+    registry: Registry,
+    sock: socket.socket,
+    ready: Callable[[Gateway], None],
+) -> None:
+    """Run a gateway until SIGTERM or SIGINT. Call in the main thread."""
+    gateway = Gateway(settings, registry)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, gateway.stop)
+    await gateway.run(sock, ready)

@@ -1,0 +1,102 @@
+"""Active checks: each worker is asked for its health, and now and then for its models.
+
+Busy is not dead: a failed check keeps new requests away, no more. Only a worker that answers no
+check AND sends no byte of any answer for `hung_after_s` has its requests ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.fleet import Fleet
+from headrace.gateway.settings import GatewaySettings
+from headrace.gateway.upstream import fetch
+from headrace.gateway.worker import Worker
+
+MODELS_EVERY = 10  # checks
+
+
+class Checks:
+    """One task a worker, as long as the worker is in the fleet."""
+
+    def __init__(self, fleet: Fleet, settings: GatewaySettings) -> None:
+        self._fleet, self._settings = fleet, settings
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+
+    def sync(self) -> None:
+        """Start watching workers that came, stop watching those that left."""
+        here = set(self._fleet.workers.values())
+        for worker in here - self._tasks.keys():
+            self._tasks[worker] = asyncio.create_task(self._watch(worker))
+        for worker in self._tasks.keys() - here:
+            self._tasks.pop(worker).cancel()
+
+    async def stop(self) -> None:
+        """End all of them."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+
+    async def _watch(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
+        good_s, count = loop.time(), 0
+        while True:
+            begun_s = loop.time()
+            left_s = worker.hung_after_s - (begun_s - max(good_s, worker.pool.heard_s))
+            timeout_s = self._settings.check_timeout_s
+            if left_s > 0:
+                timeout_s = min(timeout_s, max(0.1, left_s))  # so that hanging shows in time
+            models = count % MODELS_EVERY == 0 or not worker.up
+            try:
+                why = await self._check(worker, models, timeout_s)
+                hung = False
+            except OSError as error:  # TimeoutError is one
+                timed_out = isinstance(error, TimeoutError)
+                why = "no answer to a check" if timed_out else f"no connection: {error}"
+                hung = timed_out
+            if not hung:
+                good_s = loop.time()
+            if why:
+                self._fleet.went_down(worker, why)
+            else:
+                self._fleet.came_up(worker)
+            silent_s = loop.time() - max(good_s, worker.pool.heard_s)
+            if hung and silent_s >= worker.hung_after_s:
+                self._fleet.hangs(worker)
+            count += 1
+            passed_s = loop.time() - begun_s
+            if not hung:  # one that gave no answer is asked again at once
+                await asyncio.sleep(max(0.0, self._settings.check_interval_s - passed_s))
+
+    async def _check(self, worker: Worker, models: bool, timeout_s: float) -> str:
+        """What is wrong with it; "" = nothing. Raises OSError or TimeoutError."""
+        status, _ = await fetch(worker.pool, request(worker, worker.spec.health_path), timeout_s)
+        if status != 200:
+            return f"{worker.spec.health_path} says {status}"
+        if not models or worker.spec.models:
+            return ""
+        status, body = await fetch(worker.pool, request(worker, "/v1/models"), timeout_s)
+        if status != 200:
+            return f"/v1/models says {status}"
+        worker.cards = _cards(body)
+        worker.models = tuple(worker.cards)
+        return "" if worker.models else "/v1/models names no model"
+
+
+def request(worker: Worker, path: str) -> bytes:
+    """A GET of the gateway's own."""
+    key = f"authorization: Bearer {worker.spec.api_key}\r\n" if worker.spec.api_key else ""
+    text = f"GET {path} HTTP/1.1\r\nhost: {worker.host.decode()}\r\n{key}connection: close\r\n\r\n"
+    return text.encode()
+
+
+def _cards(body: bytes) -> dict[str, object]:
+    try:
+        said: Any = msgspec.json.decode(body)
+        return {card["id"]: card for card in said["data"] if isinstance(card["id"], str)}
+    except (msgspec.DecodeError, UnicodeEncodeError, KeyError, TypeError):
+        return {}

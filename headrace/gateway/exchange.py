@@ -1,0 +1,393 @@
+"""One request: placed, sent, relayed, and ended exactly once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.errors import HeadraceError, NoWorker, TimedOut, WorkerLost
+from headrace.gateway.answers import MESSAGES, event_of
+from headrace.gateway.connection import Client, Request
+from headrace.gateway.fleet import Placement
+from headrace.gateway.prompt import Prompt
+from headrace.gateway.sse import EventStream, Usage
+from headrace.gateway.upstream import Headers, Upstream
+from headrace.gateway.worker import Worker
+
+if TYPE_CHECKING:
+    from headrace.gateway.app import Gateway
+
+RETRIED = frozenset({502, 503, 504})  # another worker may do better
+MAX_HELD_BYTES = 2**20  # of an answer that is no stream; a longer one passes as it comes
+NOT_SENT_ON = frozenset(
+    b"host connection keep-alive proxy-authorization proxy-authenticate proxy-connection te "
+    b"trailer transfer-encoding upgrade content-length expect accept-encoding x-request-id".split()
+)
+NOT_SENT_BACK = frozenset(
+    b"connection keep-alive transfer-encoding content-length x-request-id trailer".split()
+)
+KEYS = frozenset({b"authorization", b"x-api-key"})
+STATUS_OF = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+    "timeout_error": 504,
+}
+
+
+class _UsageOnly(msgspec.Struct):
+    usage: object = None
+
+
+class Exchange:
+    """The client's `Serving` and the worker's `Answer`."""
+
+    def __init__(self, gateway: Gateway, client: Client, request: Request) -> None:
+        self._gateway, self._client, self._request = gateway, client, request
+        self.id = request_id(request)
+        self.since_s = asyncio.get_running_loop().time()
+        self.worker: Worker | None = None
+        self._placement: Placement | None = None
+        self._upstream: Upstream | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._tried: set[str] = set()
+        self._deaths = 0  # workers that died over this request
+        self._over = self._begun = False  # begun: the client got a byte
+        self._slow = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the answer of an attempt."""
+        self._status = 0
+        self._headers: Headers = []
+        self._events: EventStream | None = None
+        self._held = bytearray()
+        self._stale_once = True
+
+    # ------------------------------------------------------------ to the worker
+
+    def start(self) -> None:
+        """Read, place, send."""
+        request = self._request
+        try:
+            self._prompt: Prompt = self._gateway.reader.read(
+                request.path, request.body, request.known
+            )
+            self._place()
+        except HeadraceError as error:
+            self._refuse(error)
+
+    def _place(self) -> None:
+        placement = self._gateway.fleet.place(self._prompt, self._tried)
+        self._placement, self.worker = placement, placement.worker
+        self._tried.add(placement.worker.name)
+        self._gateway.decided(self.id, self.since_s, self._prompt, placement)
+        connection = placement.worker.pool.take()
+        if connection is None:
+            self._connect(placement.worker)
+        else:
+            self._send(connection)
+
+    def _connect(self, worker: Worker) -> None:
+        self._connecting = asyncio.get_running_loop().create_task(self._connected(worker))
+
+    async def _connected(self, worker: Worker) -> None:
+        try:
+            connection = await worker.pool.connect()
+        except OSError as error:  # TimeoutError is one
+            self._connecting = None
+            if not self._over:
+                self._fail("connect", f"no connection to a worker: {error}")
+            return
+        self._connecting = None
+        if self._over:
+            worker.pool.give_back(connection)
+        else:
+            self._send(connection)
+
+    def _send(self, connection: Upstream) -> None:
+        assert self.worker is not None, "placed"
+        self._upstream = connection
+        request, spec = self._request, self.worker.spec
+        drop = NOT_SENT_ON | KEYS if spec.api_key or self._gateway.keyed else NOT_SENT_ON
+        lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (request.method, request.target, self.worker.host)]
+        lines += [b"%b: %b" % pair for pair in request.headers if pair[0] not in drop]
+        if spec.api_key:
+            lines.append(b"authorization: Bearer " + spec.api_key.encode())
+        body = self._prompt.body
+        lines.append(b"x-request-id: %b\r\ncontent-length: %d" % (self.id.encode(), len(body)))
+        connection.ask(b"\r\n".join(lines) + b"\r\n\r\n" + body, self)
+        if self._slow:
+            connection.pause(True)
+
+    # ------------------------------------------------------------ from the worker
+
+    def began(self, status: int, headers: Headers) -> None:
+        """The head of an answer."""
+        self._status, self._headers = status, headers
+        kind = dict(headers).get(b"content-type", b"")
+        if status == 200 and kind.startswith(b"text/event-stream"):
+            self._events = EventStream(self._prompt.strip_usage)
+
+    def said(self, data: bytes) -> None:
+        """A piece of it."""
+        if self._over:
+            return
+        if self._events is not None:
+            self._relay(self._events, self._events.feed(data))
+        elif self._begun:
+            self._client.send(data)
+        else:
+            self._held += data
+            if len(self._held) > MAX_HELD_BYTES:
+                self._begin(self._status, self._headers, bytes(self._held))
+                self._held.clear()
+
+    def _relay(self, events: EventStream, data: bytes) -> None:
+        if self._begun:
+            self._client.send(data)
+            return
+        if not data:
+            return
+        if events.begins_with_error and events.error is not None:
+            self._first_is_error(events.error)
+            return
+        if events.events and self._placement is not None:
+            self._placement.lease.begin(asyncio.get_running_loop().time())
+        self._begin(200, self._headers, data)
+
+    def _first_is_error(self, error: dict[str, object]) -> None:
+        """A stream that begins with an error gets the error's own status."""
+        code = error.get("code")
+        status = STATUS_OF.get(str(error.get("type")), 500)
+        if isinstance(code, int) and 400 <= code <= 599:
+            status = code
+        self._count_stream_error()
+        self._drop_upstream()
+        if self._may_retry(status):
+            self._retry("stream_error", count=False)
+            return
+        said = (
+            {"type": "error", "error": error} if self._request.path.startswith(MESSAGES) else None
+        )
+        body = msgspec.json.encode(said or {"error": error})
+        self._answer(status, [(b"content-type", b"application/json")], body)
+
+    def ended(self) -> None:
+        """The whole answer is here."""
+        self._upstream = None
+        if self._over:
+            return
+        assert self.worker is not None, "placed"
+        if self._status >= 500 and not self._is_busy():
+            self.worker.breaker.failed(asyncio.get_running_loop().time())
+            self._gateway.metrics.failures.labels(self.worker.name, str(self._status)).inc()
+        elif self._events is None or self._events.error is None:
+            self.worker.breaker.succeeded()
+        if self._events is not None:
+            self._stream_ended(self._events)
+        elif self._begun:
+            self._client.finish()
+            self._finish(self._status)
+        elif self._may_retry(self._status):
+            self._retry(str(self._status), count=False)
+        else:
+            body = bytes(self._held)
+            self._settle(body)
+            self._answer(self._status, self._headers, body)
+
+    def _stream_ended(self, events: EventStream) -> None:
+        assert self.worker is not None, "placed"
+        rest = events.flush()
+        if not self._begun and not rest:
+            self.broken("the worker's stream has no event", False)
+            return
+        if not self._begun:
+            self._relay(events, rest)
+            rest = b""
+            if self._over or not self._begun:
+                return  # it began with an error
+        if events.error is not None:
+            self._count_stream_error()
+        elif not events.ended:
+            self._gateway.metrics.endless.labels(self.worker.name).inc()
+        self._client.finish(rest)
+        self._finish(self._status)
+
+    def broken(self, reason: str, stale: bool) -> None:
+        """No more comes, and it was not all."""
+        self._upstream = None
+        if self._over:
+            return
+        assert self.worker is not None, "placed"
+        if stale and self._stale_once:
+            self._stale_once = False
+            self._connect(self.worker)
+            return
+        self._deaths += 1
+        self._fail("broken", reason)
+
+    def hangs(self) -> None:
+        """The worker says nothing any more, to nobody."""
+        self._drop_upstream()
+        if not self._over:
+            self._fail("hung", "the worker does not answer any more")
+
+    def _fail(self, kind: str, reason: str) -> None:
+        """This attempt is lost: another, or an error."""
+        assert self.worker is not None, "placed"
+        self.worker.breaker.failed(asyncio.get_running_loop().time())
+        self._gateway.metrics.failures.labels(self.worker.name, kind).inc()
+        if not self._begun and self._may_retry(502) and self._deaths < 2:
+            self._retry(kind, count=True)  # a request that kills workers gets no third one
+            return
+        error = WorkerLost(reason)
+        if not self._begun:
+            self._refuse(error)
+        elif self._events is None:
+            self._client.abort()  # its length was announced: only the end of the line is honest
+            self._finish(502)
+        else:
+            self._gateway.metrics.endless.labels(self.worker.name).inc()
+            apart = b"\n\n" if self._events.inside else b""
+            self._client.finish(apart + event_of(error, self._request.path))
+            self._finish(502)
+
+    def _may_retry(self, status: int) -> bool:
+        most = self._gateway.settings.retries
+        return status in RETRIED and not self._begun and len(self._tried) <= most
+
+    def _retry(self, kind: str, *, count: bool) -> None:
+        """Place it again, elsewhere. What the last worker said is told if there is nowhere."""
+        status, headers, held = self._status, self._headers, bytes(self._held)
+        if self._placement is not None:
+            self._placement.lease.end()
+        try:
+            self._reset()
+            self._place()
+            self._gateway.metrics.retries.inc()
+        except NoWorker as error:
+            if count or not held:
+                self._refuse(
+                    WorkerLost("the worker failed, and no other can take it") if count else error
+                )
+            else:
+                self._answer(status, headers, held)
+
+    def _is_busy(self) -> bool:
+        """A 503 with Retry-After says that the worker lives and has no room."""
+        return self._status == 503 and any(name == b"retry-after" for name, _ in self._headers)
+
+    # ------------------------------------------------------------ to the client
+
+    def _begin(self, status: int, headers: Headers, data: bytes) -> None:
+        self._begun = True
+        self._gateway.metrics.ttfb_s.observe(asyncio.get_running_loop().time() - self.since_s)
+        sent = self._sent_back(headers)
+        if self._events is not None:
+            sent.append((b"x-accel-buffering", b"no"))
+        self._client.begin(status, sent, data)
+
+    def _sent_back(self, headers: Headers) -> Headers:
+        drop = NOT_SENT_BACK | {b"x-accel-buffering"}
+        kept = [pair for pair in headers if pair[0] not in drop]
+        return [*kept, (b"x-request-id", self.id.encode())]
+
+    def _answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self._begun = True
+        self._gateway.metrics.ttfb_s.observe(asyncio.get_running_loop().time() - self.since_s)
+        sent = self._sent_back(headers)
+        self._finish(status)
+        self._client.answer(status, sent, body)
+
+    def _refuse(self, error: HeadraceError) -> None:
+        self._finish(error.status)
+        self._client.refuse(error, self._request.path, [(b"x-request-id", self.id.encode())])
+
+    def client_gone(self) -> None:
+        """Nobody listens: the worker stops at once."""
+        if not self._over:
+            self._drop_upstream()
+            self._finish(499)
+
+    def client_slow(self, slow: bool) -> None:
+        """The worker waits for the client, or goes on."""
+        self._slow = slow
+        if self._upstream is not None:
+            self._upstream.pause(slow)
+
+    def check(self, now_s: float) -> None:
+        """End it if it takes too long. Called about once a second."""
+        limit_s = self._gateway.settings.request_timeout_s
+        if self._over or not limit_s or now_s - self.since_s <= limit_s:
+            return
+        self.end_with(TimedOut(f"the answer took longer than {limit_s:g} s"))
+
+    def end_with(self, error: HeadraceError) -> None:
+        """Not the worker's fault, but it ends here."""
+        self._drop_upstream()
+        if self._over:
+            return
+        if not self._begun:
+            self._refuse(error)
+        elif self._events is None:
+            self._client.abort()
+            self._finish(error.status)
+        else:
+            self._client.finish(event_of(error, self._request.path))
+            self._finish(error.status)
+
+    def _drop_upstream(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+
+    # ------------------------------------------------------------ the end
+
+    def _count_stream_error(self) -> None:
+        assert self.worker is not None, "placed"
+        self._gateway.metrics.stream_errors.labels(self.worker.name).inc()
+
+    def _settle(self, body: bytes) -> None:
+        """Read the usage of an answer that is no stream."""
+        if self._status != 200 or b'"usage"' not in body:
+            return
+        usage = Usage()
+        try:
+            usage.read(msgspec.json.decode(body, type=_UsageOnly).usage)
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            return
+        self._used(usage)
+
+    def _used(self, usage: Usage) -> None:
+        assert self._placement is not None, "placed"
+        self._gateway.used(self.id, self._prompt, self._placement, usage)
+
+    def _finish(self, status: int) -> None:
+        """Once, at the end of every path."""
+        if self._over:
+            return
+        self._over = True
+        if self._placement is not None:
+            self._placement.lease.end()
+        if self._events is not None:
+            self._used(self._events.usage)
+        self._gateway.ended(self, status)
+
+
+def request_id(request: Request) -> str:
+    """The client's own, if it is fit for a header and a path; else a new one."""
+    given = request.known.get(b"x-request-id", b"").decode("latin-1")
+    fit = (
+        0 < len(given) <= 128 and all(c.isalnum() or c in "-_.:" for c in given) and given.isascii()
+    )
+    return given if fit else secrets.token_hex(16)

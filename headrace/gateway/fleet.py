@@ -1,0 +1,127 @@
+"""The workers together: who is there, and where a request goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from headrace.errors import NotFound, NoWorker
+from headrace.gateway.policy import POLICIES
+from headrace.gateway.prefix_index import PrefixIndex
+from headrace.gateway.prompt import Prompt
+from headrace.gateway.settings import GatewaySettings, WorkerSpec
+from headrace.gateway.view import Ask, Choice, FleetView, Knobs
+from headrace.gateway.worker import Lease, Worker
+
+log = logging.getLogger("headrace.gateway")
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """One decision, with all that it was made from."""
+
+    worker: Worker
+    lease: Lease
+    view: FleetView
+    choice: Choice
+    cached_tokens: tuple[int, ...]  # predicted, by worker of the view
+
+
+class Fleet:
+    """Workers by name. A registry calls `apply` with what there should be."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._policy = POLICIES[settings.policy]
+        self._knobs = Knobs(affinity=settings.affinity, decode_weight=settings.decode_weight)
+        self._random = random.Random()
+        self._placed = 0
+        self.index = PrefixIndex(settings.index_bytes)
+        self.workers: dict[str, Worker] = {}
+        self.changed: list[Callable[[Worker], None]] = []  # called when a worker goes down
+
+    def apply(self, specs: Sequence[WorkerSpec]) -> None:
+        """Workers come and go. One that goes takes nothing new; its requests end in peace."""
+        wanted = {spec.url.rstrip("/"): spec for spec in specs}
+        for name, worker in list(self.workers.items()):
+            if wanted.get(name) != worker.spec:
+                log.info("worker %s leaves", name)
+                worker.gone = True
+                worker.pool.close()
+                self.index.remove_worker(name)
+                del self.workers[name]
+        for name, spec in wanted.items():
+            if name not in self.workers:
+                log.info("worker %s comes", name)
+                self.workers[name] = Worker(spec, self._settings)
+                self.index.add_worker(name)
+
+    def models(self) -> dict[str, object]:
+        """What workers say of their models; a model of several is told once."""
+        cards: dict[str, object] = {}
+        for worker in self.workers.values():
+            for model in worker.models:
+                cards.setdefault(model, worker.cards.get(model) or {"id": model, "object": "model"})
+        return cards
+
+    def place(self, prompt: Prompt, tried: Collection[str]) -> Placement:
+        """Choose a worker and take a lease on it. Raises NotFound or NoWorker."""
+        now_s = asyncio.get_running_loop().time()
+        serving = [worker for worker in self.workers.values() if worker.serves(prompt.model)]
+        free = [w for w in serving if w.may_take(now_s) and w.name not in tried]
+        if not free:
+            if not serving and any(worker.models for worker in self.workers.values()):
+                raise NotFound(f"no worker serves the model {prompt.model!r}", param="model")
+            raise NoWorker("no worker can take this request now")
+        names = [worker.name for worker in free]
+        view = FleetView(tuple(worker.view(now_s) for worker in free))
+        held = self.index.match(prompt.chain, names)
+        cached = tuple(min(int(n * prompt.chunk_tokens), prompt.prompt_tokens) for n in held)
+        ask = Ask(
+            prompt_tokens=prompt.prompt_tokens,
+            cached_tokens=cached,
+            draw=self._random.random(),
+            prefix_key=prompt.prefix_key,
+            session=prompt.session,
+        )
+        choice = self._policy(view, ask, self._knobs)
+        worker = free[choice.index]
+        self._placed += 1
+        uncached = prompt.prompt_tokens - cached[choice.index]
+        lease = Lease(worker, prompt.prompt_tokens, uncached, self._placed, now_s)
+        if choice.cold:
+            worker.last_cold = self._placed
+        if worker.spec.cache_tokens:
+            most = int(worker.spec.cache_tokens / prompt.chunk_tokens)
+            self.index.set_capacity(worker.name, max(1, most))
+        self.index.insert(prompt.chain, worker.name)
+        return Placement(worker, lease, view, choice, cached)
+
+    # ------------------------------------------------------------ health
+
+    def came_up(self, worker: Worker) -> None:
+        """A check succeeded. One that was down has lost its cache, as far as we know."""
+        if worker.up or worker.gone:
+            return
+        log.info("worker %s is up: %s", worker.name, ", ".join(worker.models) or "no model")
+        worker.up, worker.why = True, ""
+        worker.up_since_s = asyncio.get_running_loop().time()
+        worker.breaker.succeeded()
+        self.index.forget(worker.name)
+
+    def went_down(self, worker: Worker, why: str) -> None:
+        """No new requests. Those that are there go on: it may only be busy."""
+        if worker.up:
+            log.warning("worker %s is out: %s", worker.name, why)
+        worker.up, worker.why = False, why
+
+    def hangs(self, worker: Worker) -> None:
+        """It says nothing at all: its requests are ended."""
+        if worker.leases:
+            log.warning("worker %s hangs: %d requests end", worker.name, len(worker.leases))
+        worker.pool.close()
+        for tell in self.changed:
+            tell(worker)

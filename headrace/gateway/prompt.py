@@ -1,0 +1,147 @@
+"""What the gateway reads of a request's body: enough to place it. The worker checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.errors import InvalidRequest
+from headrace.gateway.prefix_index import CHUNK_BYTES, root_of, text_chain, token_chain
+
+GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+STREAM_OPTIONS = frozenset({"/v1/chat/completions", "/v1/completions"})  # have include_usage
+MAX_CHAIN_BYTES = 2**20  # of a prompt's text; what lies behind counts as not held
+BLOCK_TOKENS = 64  # of prompts that are token ids
+DEFAULT_OUTPUT_TOKENS = 256  # of a request that names no limit
+BYTES_PER_TOKEN = 4.0  # until a worker has said how long its prompts were
+RATIO_SHARE = 0.05  # of a new measurement
+
+_NONE = msgspec.Raw(b"")
+
+
+class _Body(msgspec.Struct):
+    """Fields that matter here; any type, for their types are the worker's business."""
+
+    model: Any = None
+    stream: Any = False
+    stream_options: Any = None
+    tools: msgspec.Raw = _NONE
+    system: msgspec.Raw = _NONE
+    instructions: msgspec.Raw = _NONE
+    messages: msgspec.Raw = _NONE
+    prompt: msgspec.Raw = _NONE
+    input: msgspec.Raw = _NONE
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
+    cache_salt: Any = None
+    session_id: Any = None
+    user: Any = None
+
+
+class Prompt(msgspec.Struct, kw_only=True):
+    """One request as the router sees it. `text_bytes` is 0 where token ids came."""
+
+    model: str
+    body: bytes  # what the worker gets
+    streams: bool
+    strip_usage: bool  # the gateway asked for usage, the client did not
+    text_bytes: int
+    prompt_tokens: int
+    output_tokens: int
+    chain: list[int]
+    chunk_tokens: float
+    session: str
+    prefix_key: bytes
+
+
+class PromptReader:
+    """Bodies in, prompts out. Learns from workers how many bytes make a token, by model."""
+
+    def __init__(self, ask_usage: bool) -> None:
+        self._ask_usage = ask_usage
+        self._ratios: dict[str, float] = {}
+
+    def learn(self, prompt: Prompt, prompt_tokens: int) -> None:
+        """A worker counted the tokens of a prompt."""
+        if prompt.text_bytes >= CHUNK_BYTES and prompt_tokens > 0:
+            ratio = min(64.0, max(0.5, prompt.text_bytes / prompt_tokens))
+            old = self._ratios.get(prompt.model, ratio)
+            self._ratios[prompt.model] = old + RATIO_SHARE * (ratio - old)
+
+    def read(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> Prompt:
+        """Raises InvalidRequest for what is no JSON object."""
+        try:
+            said = msgspec.json.decode(body, type=_Body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+        model = said.model if isinstance(said.model, str) else ""
+        salt = said.cache_salt if isinstance(said.cache_salt, str) else ""
+        ratio = self._ratios.get(model, BYTES_PER_TOKEN)
+        parts = (said.tools, said.system, said.instructions, said.messages, said.prompt, said.input)
+        text = b"".join(bytes(part) for part in parts)
+        ids = _ids(bytes(said.prompt))
+        root = root_of(model, salt=salt)
+        if ids is None:
+            chain = text_chain(text[:MAX_CHAIN_BYTES], root)
+            tokens, chunk_tokens = int(len(text) / ratio), CHUNK_BYTES / ratio
+        else:
+            chain = token_chain(ids, root, BLOCK_TOKENS)
+            tokens, chunk_tokens = len(ids), float(BLOCK_TOKENS)
+        streams = said.stream is True
+        sent, strip = self._asking(path, body, said) if streams else (body, False)
+        session = headers.get(b"x-session-id", b"").decode("latin-1")
+        return Prompt(
+            model=model,
+            body=sent,
+            streams=streams,
+            strip_usage=strip,
+            text_bytes=len(text) if ids is None else 0,
+            prompt_tokens=max(1, tokens),
+            output_tokens=_output_tokens(path, said),
+            chain=chain,
+            chunk_tokens=chunk_tokens,
+            session=session or _text(said.session_id) or _text(said.user),
+            prefix_key=text[:CHUNK_BYTES],
+        )
+
+    def _asking(self, path: str, body: bytes, said: _Body) -> tuple[bytes, bool]:
+        """The body with usage asked for, and whether the client has to be spared it."""
+        options = said.stream_options
+        if not self._ask_usage or path not in STREAM_OPTIONS:
+            return body, False
+        if options is None and b'"stream_options"' not in body:
+            end = body.rindex(b"}")
+            return body[:end] + b',"stream_options":{"include_usage":true}}', True
+        if options is None or (isinstance(options, dict) and not options.get("include_usage")):
+            whole = msgspec.json.decode(body)
+            whole["stream_options"] = {**(options or {}), "include_usage": True}
+            return msgspec.json.encode(whole), True
+        return body, False
+
+
+def _ids(prompt: bytes) -> list[int] | None:
+    """The prompt's token ids, if that is what it is."""
+    if not prompt.startswith(b"[") or prompt[1:2] not in b"0123456789":
+        return None
+    try:
+        return msgspec.json.decode(prompt, type=list[int])
+    except msgspec.DecodeError:
+        return None
+
+
+def _output_tokens(path: str, said: _Body) -> int:
+    """The most that it may generate, as it says."""
+    if path not in GENERATES:
+        return 0
+    limits = (said.max_tokens, said.max_completion_tokens, said.max_output_tokens)
+    counts = [n for n in limits if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    n = said.n if isinstance(said.n, int) and 1 <= said.n <= 1024 else 1
+    return n * (max(counts) if counts else DEFAULT_OUTPUT_TOKENS)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,156 @@
+"""Settings of `headrace gateway`: flags, a table of the fleet file, defaults; and the fleet file.
+
+The fleet file is TOML: `[gateway]` holds the settings below, `[[workers]]` the workers, `[[keys]]`
+and `[tiers.NAME]` who may come in and how often. See docs/gateway.md.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import ConfigError
+
+PolicyName = Literal[
+    "token_cost",
+    "random",
+    "round_robin",
+    "least_requests",
+    "least_tokens",
+    "p2c",
+    "prefix_affinity",
+    "weighted",
+    "chwbl",
+    "session",
+]
+Seconds = Annotated[float, Meta(ge=0)]
+SomeSeconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every setting with its default. `HELP` says what each one means."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8080
+    policy: PolicyName = "token_cost"
+    affinity: Share = 0.5
+    decode_weight: Annotated[float, Meta(ge=0)] = 0.1
+    index_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    check_interval_s: SomeSeconds = 1.0
+    check_timeout_s: SomeSeconds = 1.5
+    hung_after_s: SomeSeconds = 4.0
+    slow_start_s: Seconds = 10.0
+    breaker_failures: Positive = 5
+    breaker_open_s: SomeSeconds = 2.0
+    connect_timeout_s: SomeSeconds = 2.0
+    retries: Natural = 2
+    request_timeout_s: Seconds = 1800.0
+    receive_timeout_s: SomeSeconds = 60.0
+    stall_timeout_s: SomeSeconds = 60.0
+    max_body_bytes: Positive = 32 * 2**20
+    shutdown_timeout_s: Seconds = 30.0
+    ask_usage: bool = True
+    decisions: Natural = 2000
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+HELP: Mapping[str, str] = {
+    "host": "address to listen on",
+    "port": "port to listen on; 0 = any free one",
+    "policy": "how a worker is chosen; see docs/gateway.md",
+    "affinity": "token_cost: 0 = by load alone, 0.5 = a cached token weighs as much as a waiting "
+    "one, 1 = by cache alone",
+    "decode_weight": "prefill tokens that a token of a decoding context counts as",
+    "index_bytes": "most memory of the prefix index",
+    "check_interval_s": "time between two checks of a worker",
+    "check_timeout_s": "a check that takes longer has failed: no new requests until one succeeds",
+    "hung_after_s": "a worker that answers no check and sends nothing for this long has its "
+    "requests ended; raise it for servers whose /health waits for a long prompt",
+    "slow_start_s": "a worker that came (back) gets its full share after this long",
+    "breaker_failures": "connect errors, 5xx and timeouts in a row that take a worker out",
+    "breaker_open_s": "until it is tried again, with one request",
+    "connect_timeout_s": "longest time to connect to a worker",
+    "retries": "other attempts for a request of whose answer nothing was sent yet",
+    "request_timeout_s": "longest time from a request to the end of its answer; 0 = no limit",
+    "receive_timeout_s": "a client that sends no whole request in this time is dropped",
+    "stall_timeout_s": "a client that takes no bytes for this long is dropped",
+    "max_body_bytes": "largest request body",
+    "shutdown_timeout_s": "after SIGTERM, running requests have this long to end",
+    "ask_usage": "ask workers for the usage of streams; the client sees it only if it asked too",
+    "decisions": "newest decisions kept for /gateway/decisions",
+    "log_level": "least severe message that is printed",
+}
+assert set(HELP) == set(GatewaySettings.__struct_fields__), "every setting needs one help line"
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One worker as the operator names it."""
+
+    url: str
+    models: tuple[str, ...] = ()  # none = what it says in /v1/models
+    api_key: str = ""  # sent to it
+    health_path: str = "/health"
+    cache_tokens: Natural = 0  # size of its KV cache; 0 = not known
+    hung_after_s: Annotated[float, Meta(gt=0)] | None = None  # None = the gateway's
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port. Raises ConfigError unless the url is http://host[:port]."""
+        try:
+            parts = urlsplit(self.url)
+            port = parts.port or 80
+        except ValueError:
+            raise ConfigError(f"worker {self.url!r}: no URL", param="workers") from None
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ConfigError(
+                f"worker {self.url!r}: http://HOST:PORT, without a path", param="workers"
+            )
+        return parts.hostname, port
+
+
+class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fleet file, decoded."""
+
+    gateway: dict[str, Any] = {}
+    workers: tuple[WorkerSpec, ...] = ()
+
+
+def read_fleet(path: Path) -> FleetFile:
+    """Read and check a fleet file. Raises ConfigError naming what is wrong."""
+    try:
+        fleet = msgspec.convert(tomllib.loads(path.read_text()), FleetFile)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", param="config") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}", param="config") from None
+    check_workers(fleet.workers)
+    return fleet
+
+
+def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
+    """Raises ConfigError for a URL that is none, or that comes twice."""
+    seen = set()
+    for spec in workers:
+        if spec.address in seen:
+            raise ConfigError(f"worker {spec.url} is named twice", param="workers")
+        seen.add(spec.address)
+
+
+def merge(file: Mapping[str, Any], flags: Mapping[str, Any]) -> GatewaySettings:
+    """Flags over the file's table over defaults. Raises ConfigError naming key and value."""
+    values = {key.replace("-", "_"): value for key, value in file.items()} | dict(flags)
+    try:
+        return msgspec.convert(values, GatewaySettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"gateway settings: {error}") from None

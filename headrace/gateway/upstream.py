@@ -1,0 +1,225 @@
+"""The worker's side: a TCP connection asks one thing at a time, then waits for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, Protocol
+
+import httptools
+
+MAX_HEAD_BYTES = 64 * 1024
+Headers = list[tuple[bytes, bytes]]  # names in lower case
+
+
+class Answer(Protocol):
+    """Who gets what a worker says. After `ended` or `broken` nothing more comes."""
+
+    def began(self, status: int, headers: Headers) -> None: ...
+    def said(self, data: bytes) -> None: ...
+    def ended(self) -> None: ...
+    def broken(self, reason: str, stale: bool) -> None:
+        """stale: an idle connection was closed by the worker just as it was used; ask again."""
+
+
+class Upstream(asyncio.Protocol):
+    """One connection. It belongs to its pool while idle, to one `Answer` from `ask` to its end."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._answer: Answer | None = None
+        self._transport: asyncio.Transport | None = None
+        self._used = False
+        self._heard = False  # a byte of this answer came
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "TCP"
+        no_delay(transport)
+        self._transport = transport
+
+    def ask(self, request: bytes, answer: Answer) -> None:
+        """Send a whole request."""
+        assert self._answer is None, "one request at a time"
+        assert self._transport is not None, "connected"
+        self._answer, self._heard = answer, False
+        self._parser = httptools.HttpResponseParser(self)
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._sized = self._complete = self._keep = False
+        self._transport.write(request)
+
+    def close(self) -> None:
+        """Cut it at once; its answer is told nothing more."""
+        self._answer = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self, paused: bool) -> None:
+        """The client does not keep up, or does again."""
+        if self._transport is not None and not self._transport.is_closing():
+            if paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    # ------------------------------------------------------------ asyncio
+
+    def data_received(self, data: bytes) -> None:
+        self._pool.heard()
+        if self._answer is None:
+            self.close()  # an idle worker has nothing to say
+            return
+        self._heard = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._break("the worker's answer is not HTTP")
+            return
+        if self._parts and self._answer is not None:
+            parts, self._parts = self._parts, []
+            self._answer.said(parts[0] if len(parts) == 1 else b"".join(parts))
+        if self._complete and self._answer is not None:
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.discard(self)
+        if self._answer is None:
+            return
+        if self._status and not self._sized:
+            self._keep = False
+            self._end()  # the end of the connection is the end of the body
+        else:
+            stale = self._used and not self._heard
+            self._break("the worker closed the connection", stale)
+
+    def _break(self, reason: str, stale: bool = False) -> None:
+        answer = self._answer
+        self.close()
+        if answer is not None:
+            answer.broken(reason, stale)
+
+    def _end(self) -> None:
+        answer, self._answer = self._answer, None
+        self._used = True
+        if self._keep:
+            self._pool.give_back(self)
+        elif self._transport is not None:
+            self._transport.close()
+        if answer is not None:
+            answer.ended()
+
+    # ------------------------------------------------------------ httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the head is too large")
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers.clear()
+            return
+        self._status = status
+        names = {name for name, _ in self._headers}
+        self._sized = b"content-length" in names or b"transfer-encoding" in names
+        self._sized = self._sized or status in (204, 304)
+        if self._answer is not None:
+            self._answer.began(status, self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._status:
+            self._complete = True
+            self._keep = self._parser.should_keep_alive()
+
+
+class Pool:
+    """Connections to one worker."""
+
+    def __init__(self, host: str, port: int, timeout_s: float, max_idle: int = 256) -> None:
+        self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._idle: list[Upstream] = []
+        self._max_idle = max_idle
+        self.heard_s = 0.0  # loop time of the last byte of this worker
+
+    def heard(self) -> None:
+        """A byte came: whoever sends lives."""
+        self.heard_s = asyncio.get_running_loop().time()
+
+    def take(self) -> Upstream | None:
+        """An idle connection, the one used last."""
+        return self._idle.pop() if self._idle else None
+
+    async def connect(self) -> Upstream:
+        """A new connection. Raises OSError or TimeoutError."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._timeout_s):
+            _, made = await loop.create_connection(lambda: Upstream(self), self._host, self._port)
+        return made
+
+    def give_back(self, connection: Upstream) -> None:
+        """It has no request now."""
+        if len(self._idle) < self._max_idle:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def discard(self, connection: Upstream) -> None:
+        """It is lost."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for connection in self._idle[:]:
+            connection.close()
+        self._idle.clear()
+
+
+def no_delay(transport: asyncio.Transport) -> None:
+    """No waiting for acknowledgements: it costs tens of milliseconds on every first token."""
+    tcp: Any = transport.get_extra_info("socket")
+    if tcp is not None and tcp.family in (socket.AF_INET, socket.AF_INET6):
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class _Whole:
+    """An answer that is wanted whole."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def began(self, status: int, headers: Headers) -> None:
+        self.status = status
+
+    def said(self, data: bytes) -> None:
+        self.body += data
+
+    def ended(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def broken(self, reason: str, stale: bool) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(reason))
+
+
+async def fetch(pool: Pool, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+    """Status and body of one request on a connection of its own. Raises OSError, TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        connection = await pool.connect()
+        try:
+            answer = _Whole()
+            connection.ask(request, answer)
+            await answer.done
+            return answer.status, answer.body
+        finally:
+            connection.close()
