@@ -283,7 +283,8 @@ class Call:
 
 
 def _unchunked(body: bytes) -> bytes:
-    out, at = [], 0
+    out: list[bytes] = []
+    at = 0
     while True:
         end = body.index(b"\r\n", at)
         n, at = int(body[at:end], 16), end + 2
