@@ -140,7 +140,7 @@ def say(run: Run) -> None:
 @click.option("--levels", default=",".join(map(str, LEVELS)), show_default=True)
 @click.option("--scale", type=float, default=1.0, help="times the number of requests at each level")
 @click.option("--budget-s", type=float, default=240.0, show_default=True, help="of each server")
-@click.option("--model", default="", help="a GGUF file; default: the default model")
+@click.option("--model", default="", help="a GGUF file or pypi:package; default: the default model")
 @click.option("--llama", default="", help="more flags for llama-server, to try them")
 @click.option("--peers", type=click.Path(path_type=Path), default=INTO, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="results, no suffix")

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.cpu.peers import run, tool
+from headrace.errors import SetupError
 from headrace.models.registry import module_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner.checkpoint import open_checkpoint
@@ -45,8 +46,10 @@ def hf_folder(files: ModelFiles, into: Path) -> Path:
     """The model as a folder of Hugging Face's kind, in bfloat16."""
     folder = into / "models" / f"{files.path.name.split('.')[0]}.bf16"
     if not (folder / "config.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
         spec, card = read_spec(files), read_card(files)
+        if spec.architecture != "llama":
+            raise SetupError(f"no folder for vLLM is made of a {spec.architecture} model")
+        folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors(files, spec), folder / "model.safetensors", {"format": "pt"})
         tokenizer = gguf_tokenizer.build(read_header(files.path).metadata)
         tokenizer.save(str(folder / "tokenizer.json"))
