@@ -25,12 +25,13 @@ from pathlib import Path
 import click
 import msgspec
 
-from headrace.bench.load import Target, first_model, measure
+from headrace.bench.load import Target, first_model
+from headrace.bench.measure import measure
 from headrace.bench.plot import plot
 from headrace.bench.report import Report, conditions, markdown, notes, save
 from headrace.bench.stats import Level
 from headrace.bench.workload import Workload
-from headrace.cli.bench import Levels
+from headrace.cli.bench import Numbers
 from headrace.cli.child_server import ChildServer
 
 RESULTS = Path(__file__).parent / "results"
@@ -128,7 +129,7 @@ def write(part: str, reports: Sequence[Report], out: Path) -> None:
 
 
 @click.command()
-@click.option("--levels", type=Levels(), default="1,4,8,16,32,64", show_default=True)
+@click.option("--levels", type=Numbers(int), default="1,4,8,16,32,64", show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=64, show_default=True, help="a level")
 @click.option("--naive-requests", type=click.IntRange(1), default=None, help="default: --requests")
 @click.option("--naive-only", is_flag=True, help="measure the naive engine alone")

@@ -26,7 +26,10 @@ from benchmarks.cpu.peers import INTO
 from benchmarks.cpu.results import Results, Run
 from benchmarks.cpu.servers import PLANS, Plan, Scene, running
 from headrace.bench import load
+from headrace.bench.job import Job, run_job
+from headrace.bench.measure import measure as measure_levels
 from headrace.bench.report import conditions
+from headrace.bench.stats import Shape
 from headrace.bench.workload import Workload
 from headrace.errors import EngineError
 from headrace.sources.resolve import resolve
@@ -59,9 +62,8 @@ def requests(concurrency: int, scale: float) -> int:
 
 async def prefill(target: load.Target, run: Run, workload: Workload) -> None:
     """Prompts alone, one token each: tokens a second by the median request, send to end."""
-    bodies = workload.bodies(target.model, "prefill")
-    async with load.client_session(target) as session:
-        records = await load.closed_loop(session, target, workload.path(), bodies, 1)
+    job = Job(target=target, workload=workload, shape=Shape(concurrency=1), part="prefill")
+    records = (await run_job(job, time.monotonic(), lambda progress: None)).records
     good = [record for record in records if not record.error]
     run.notes += sorted({f"prefill: {record.error}" for record in records if record.error})
     if good:
@@ -77,11 +79,11 @@ async def drive(url: str, run: Run, levels: list[int], scale: float, budget: Bud
     try:
         async with asyncio.timeout(budget.left_s):
             target = msgspec.structs.replace(target, model=await load.first_model(target))
-            await load.measure(target, WARM_UP, [4])
+            await measure_levels(target, WARM_UP, [4])
             await prefill(target, run, PREFILL)
             for c in levels:
                 workload = msgspec.structs.replace(LOAD, requests=requests(c, scale))
-                await load.measure(target, workload, [c], warmup=0, on_level=run.levels.append)
+                await measure_levels(target, workload, [c], warmup=0, on_level=run.levels.append)
     except TimeoutError:
         missing = [str(c) for c in levels if c not in {x.concurrency for x in run.levels}]
         run.notes.append(f"the time budget is spent: not measured at {', '.join(missing)}")

@@ -34,7 +34,7 @@ def plot(series: Mapping[str, Sequence[Level]], stem: Path, *, title: str, cores
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'headrace[bench]'") from None
+        raise ConfigError("plots need matplotlib: pip install 'headrace[plot]'") from None
     look = {
         "svg.hashsalt": "headrace",  # the same numbers make the same file
         "font.size": 9,

@@ -53,6 +53,7 @@ class ScriptedServer:
         self.script = script
         self.requests: list[dict[str, Any]] = []
         self.heads: list[str] = []
+        self.pages: dict[str, str] = {}  # path -> text of a GET; others are 404
         self.open = self.most_open = 0
         self.was_cut = asyncio.Event()  # a client did not take its answer to the end
         self.url = ""
@@ -64,6 +65,13 @@ class ScriptedServer:
         body = await reader.readexactly(sizes[0]) if sizes else b"{}"
         if head.startswith("GET /v1/models"):
             writer.write(whole("200 OK", {"data": [{"id": "scripted"}]}))
+            await self.close(writer)
+            return
+        if head.startswith("GET "):
+            page = self.pages.get(head.split()[1])
+            status = "404 Not Found" if page is None else "200 OK"
+            raw = (page or "").encode()
+            writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
             await self.close(writer)
             return
         self.requests.append(json.loads(body))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import time
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from headrace.bench.cpu import CpuMeter
-from headrace.bench.load import Exchange, Target, client_session, closed_loop, first_model, measure
+from headrace.bench.exchange import Exchange
+from headrace.bench.job import Job, run_job
+from headrace.bench.load import Target, first_model
+from headrace.bench.measure import measure
 from headrace.bench.report import HEADINGS, cells, markdown, notes, read, table
 from headrace.bench.sse import EventReader
-from headrace.bench.stats import Level, Record
-from headrace.bench.workload import WORDS, Workload
+from headrace.bench.stats import Level, Record, Shape
+from headrace.bench.workers import run_workers
+from headrace.bench.workload import Workload
 from headrace.cli.bench import command
 from headrace.errors import ConfigError, EngineError
 from tests.unit.scripted_server import (
@@ -47,12 +52,14 @@ async def run(script: Script, workload: Workload, levels: list[int], **more: Any
         return await measure(Target(url=server.url, model="m"), workload, levels, **more)
 
 
+async def seen(target: Target, workload: Workload, at_once: int = 1) -> list[Record]:
+    job = Job(target=target, workload=workload, shape=Shape(concurrency=at_once), part="x")
+    return (await run_job(job, time.monotonic(), lambda progress: None)).records
+
+
 async def records(script: Script, workload: Workload, at_once: int) -> list[Record]:
     async with scripted(script) as server:
-        target = Target(url=server.url, model="m", timeout_s=5)
-        async with client_session(target) as session:
-            bodies = workload.bodies("m", "x")
-            return await closed_loop(session, target, workload.path(), bodies, at_once)
+        return await seen(Target(url=server.url, model="m", timeout_s=5), workload, at_once)
 
 
 async def test_stamps_of_a_stream() -> None:
@@ -109,9 +116,7 @@ async def test_server_without_usage_is_counted_by_chunks() -> None:
 async def test_failures_are_records_not_exceptions(steps: list[bytes | float], error: str) -> None:
     async with scripted(lambda body: steps) as server:
         target = Target(url=server.url, model="m", timeout_s=0.5)
-        async with client_session(target) as session:
-            bodies = Workload(requests=1).bodies("m", "x")
-            (one,) = await closed_loop(session, target, "/v1/completions", bodies, 1)
+        (one,) = await seen(target, Workload(requests=1, endpoint="completions"))
     assert one.error.startswith(error)
     assert one.end_s > one.sent_s
 
@@ -127,9 +132,7 @@ async def test_a_connection_for_each_request(keep: bool, word: bytes) -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         target = Target(url=f"http://127.0.0.1:{port}", model="m", keep_alive=keep)
-        async with client_session(target) as session:
-            bodies = Workload(requests=1).bodies("m", "p")
-            (record,) = await closed_loop(session, target, "/v1/chat/completions", bodies, 1)
+        (record,) = await seen(target, Workload(requests=1))
     assert record.error
     assert word in heads[0]
     assert keep or len(heads) == 1
@@ -196,41 +199,6 @@ def test_reasoning_counts_as_the_first_token() -> None:
     assert exchange.record.chunks_s == [1.0, 1.0]
 
 
-class TestWorkload:
-    def test_same_seed_same_prompts(self) -> None:
-        one, two = Workload(requests=5, seed=3), Workload(requests=5, seed=3)
-        assert list(one.bodies("m", "a")) == list(two.bodies("m", "a"))
-        assert list(one.bodies("m", "a")) != list(Workload(requests=5, seed=4).bodies("m", "a"))
-
-    def test_levels_share_no_prompt(self) -> None:
-        load = Workload(requests=20)
-        prompts = [load.prompt(f"0/{part}/{i}") for part in "ab" for i in range(20)]
-        assert len(set(map(str, prompts))) == 40
-
-    def test_sizes(self) -> None:
-        text = Workload(prompt_tokens=30).prompt("k")
-        assert isinstance(text, str)
-        assert len(text.split()) == 30
-        assert set(text.split()) <= set(WORDS)
-        ids = Workload(prompt_tokens=30, kind="ids", id_range=(5, 9)).prompt("k")
-        assert isinstance(ids, list)
-        assert len(ids) == 30
-        assert set(ids) <= {5, 6, 7, 8}
-
-    def test_bodies(self) -> None:
-        load = Workload(requests=2, single="Hello", ignore_eos=False, max_tokens=7)
-        first, second = load.bodies("m", "x")
-        assert first == second
-        assert first["messages"] == [{"role": "user", "content": "Hello"}]
-        assert "ignore_eos" not in first
-        assert first["stream_options"] == {"include_usage": True}
-        ids = Workload(kind="ids", endpoint="completions", stream=False)
-        body = next(ids.bodies("m", "x"))
-        assert isinstance(body["prompt"], list)
-        assert body["ignore_eos"] is True
-        assert "stream_options" not in body
-
-
 async def test_command_writes_a_report(tmp_path: Any) -> None:
     out = tmp_path / "report.json"
     async with scripted(steady) as server:
@@ -255,6 +223,145 @@ async def test_command_fails_when_every_request_does(tmp_path: Any) -> None:
         result = await asyncio.to_thread(CliRunner().invoke, command, arguments)
     assert result.exit_code == 1
     assert "2 x HTTP 400 nope" in result.output
+
+
+async def invoke(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, command, arguments)
+
+
+async def test_open_loop_over_sockets_with_metrics_and_a_line_a_request(tmp_path: Any) -> None:
+    out, lines = tmp_path / "r.json", tmp_path / "r.jsonl"
+    async with scripted(steady) as server:
+        server.pages["/metrics"] = (
+            "# TYPE headrace_running gauge\nheadrace_running 3\n"
+            "# TYPE headrace_steps_total counter\nheadrace_steps_total 7\n"
+            "# TYPE python_info gauge\npython_info 1\n"
+        )
+        result = await invoke(
+            *f"--url {server.url} --rate 40 --requests 20 --slo ttft:10000".split(),
+            *("--out", str(out), "--requests-out", str(lines), "--nonce", "n"),
+        )
+    assert result.exit_code == 0, result.output
+    (report,) = read(out)
+    (found,) = report.levels
+    assert found.label == "40/s"
+    assert found.offered_per_s == 40
+    assert found.good_share == 1
+    assert found.server["headrace_running"].mean == 3
+    assert set(found.server) == {"headrace_running"}
+    assert report.slo_ms == {"ttft": 10000}
+    assert report.workload.nonce == "n"
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(rows) == 20
+    assert all(row["level"] == "40/s" and row["sent_s"] >= row["planned_s"] for row in rows)
+    for row in rows:
+        assert row["ttft_s"] == pytest.approx(row["chunks_s"][0] - row["sent_s"])
+
+
+async def test_several_processes_send_every_request_once(tmp_path: Any) -> None:
+    out, lines = tmp_path / "r.json", tmp_path / "r.jsonl"
+    async with scripted(steady) as server:
+        result = await invoke(
+            *f"--url {server.url} --concurrency 5 --requests 13 --workers 2 --warmup 0".split(),
+            *("--out", str(out), "--requests-out", str(lines)),
+        )
+        prompts = [body["messages"][0]["content"] for body in server.requests]
+        assert server.most_open <= 5
+    assert result.exit_code == 0, result.output
+    assert len(prompts) == len(set(prompts)) == 13
+    sessions = [json.loads(line)["session"] for line in lines.read_text().splitlines()]
+    assert sorted(sessions) == list(range(13))
+    assert read(out)[0].levels[0].requests == 13
+
+
+async def test_a_worker_that_fails_ends_the_run() -> None:
+    load = Workload(trace="/nowhere/none.jsonl", requests=0)
+    job = Job(
+        target=Target(url="http://none", model="m"),
+        workload=load,
+        part="x",
+        shape=Shape(trace=True),
+    )
+    with pytest.raises(EngineError, match="worker"):
+        await run_workers(job, 2, lambda progress: None)
+
+
+async def test_a_trace_is_replayed(tmp_path: Any) -> None:
+    file, out = tmp_path / "t.jsonl", tmp_path / "r.json"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 64, "hash_ids": [0, 1]}
+    file.write_text(json.dumps(line) + "\n" + json.dumps(line | {"timestamp": 3000}) + "\n")
+    async with scripted(steady) as server:
+        result = await invoke(
+            *f"--url {server.url} --trace {file} --speed 30 --trace-block-tokens 16".split(),
+            *("--warmup", "0", "--out", str(out)),
+        )
+        one, two = server.requests
+    assert result.exit_code == 0, result.output
+    assert one == two
+    assert len(one["messages"][0]["content"].split()) == 18
+    assert one["max_tokens"] == 2
+    assert read(out)[0].levels[0].label == "trace"
+
+
+async def test_dropped_requests_close_their_connection() -> None:
+    endless: list[bytes | float] = [delta("x"), 0.01]
+    async with scripted(lambda body: [SSE_HEAD, ROLE, *endless * 2000, DONE]) as server:
+        (found,) = await measure(
+            Target(url=server.url, model="m"),
+            Workload(requests=3, cancel=1.0, max_tokens=5),
+            [3],
+            warmup=0,
+        )
+        await asyncio.wait_for(server.was_cut.wait(), 30)
+    assert (found.cancelled, found.errors, found.e2e_s) == (3, {}, None)
+
+
+async def test_a_shed_is_no_error() -> None:
+    def script(body: dict[str, Any]) -> list[bytes | float]:
+        return [whole("429 Slow down", {"error": {"code": "rate"}})]
+
+    (found,) = await run(script, Workload(requests=2), [1], warmup=0)
+    assert (found.errors, found.sheds) == ({}, {"HTTP 429 rate": 2})
+    assert notes(found) == ["2 x shed, HTTP 429 rate"]
+
+
+async def test_a_sweep_over_sockets(tmp_path: Any) -> None:
+    out = tmp_path / "r.json"
+    async with scripted(steady) as server:
+        arguments = f"--url {server.url} --sweep 3 --requests 12 --concurrency 4 --out {out}"
+        result = await invoke(*arguments.split())
+    assert result.exit_code == 0, result.output
+    floor, ceiling, between = read(out)[0].levels
+    assert (floor.concurrency, ceiling.concurrency) == (1, 4)
+    assert between.rate == pytest.approx(ceiling.requests_per_s)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ("--prompt ids", "endpoint"),
+        ("--prompt ids --endpoint completions --turns 2", "prompt"),
+        ("--turns 2 --fan-out 3", "turns"),
+        ("--structured 0.5 --endpoint completions", "structured"),
+        ("--cancel 0.5 --no-stream", "cancel"),
+        ("--single-prompt x --prefixes 3", "prefixes"),
+        ("--trace x --rate 3", "trace"),
+        ("--trace /nowhere/none", "trace"),
+        ("--sweep 4 --rate 3", "rate"),
+        ("--schema /nowhere/none", "schema"),
+    ],
+)
+def test_pairs_that_cannot_be(arguments: str, param: str) -> None:
+    result = CliRunner().invoke(command, arguments.split())
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.param == param
+
+
+@pytest.mark.parametrize("slo", ["ttft", "x:3", "itl:-1", "ttft:nan"])
+def test_bad_limits_are_refused(slo: str) -> None:
+    result = CliRunner().invoke(command, ["--slo", slo])
+    assert result.exit_code == 2
+    assert "milliseconds" in result.output
 
 
 @pytest.mark.parametrize("levels", ["0", "1,x", "", "4,-1"])
