@@ -78,9 +78,11 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             for after_s, session in arrivals:
                 planned_s = start_s + after_s
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, planned_s - self._clock())):
-                        await self.stopped.wait()
+                # A timer may fire a little early: look again.
+                while not self.stopped.is_set() and (wait_s := planned_s - self._clock()) > 0:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(wait_s):
+                            await self.stopped.wait()
                 if self.stopped.is_set():
                     return
                 group.create_task(arrive(session, planned_s))

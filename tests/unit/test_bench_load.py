@@ -322,7 +322,7 @@ async def test_a_shed_is_no_error() -> None:
 
     (found,) = await run(script, Workload(requests=2), [1], warmup=0)
     assert (found.errors, found.sheds) == ({}, {"HTTP 429 rate": 2})
-    assert notes(found) == ["2 x shed, HTTP 429 rate"]
+    assert notes(found)[0] == "2 x shed, HTTP 429 rate"
 
 
 async def test_a_sweep_over_sockets(tmp_path: Any) -> None:
