@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pooled": {"completion", "sources", "vectors"},
     "progress": set(),
     "load_bar": set(),
+    "inspection": BASE | {"models", "sources", "text"},
     "llm": BASE
     | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"}
     | {"load_bar"}
@@ -64,7 +65,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 SEAM = "headrace.engine.protocol"  # what a runner implements: runner and backends may import it
 NO_TORCH = {"api", "grammar", "text", "engine", "kv", "sources", "observe", "messages", "errors"}
-NO_TORCH |= {"gateway", "hooks", "config", "vectors", "stages", "backends/fake", "backends/choose"}
+NO_TORCH |= {
+    "gateway",
+    "hooks",
+    "config",
+    "inspection",
+    "vectors",
+    "stages",
+    "backends/fake",
+    "backends/choose",
+}
 
 
 def files() -> list[Path]:

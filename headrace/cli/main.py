@@ -12,6 +12,7 @@ from headrace.errors import SetupError
 COMMANDS = {
     "serve": "start the HTTP server",
     "config": "print every setting, its value and why",
+    "inspect": "tell what a model is and what fits in given memory",
     "chat": "talk to a server, or start one",
     "bench": "measure an OpenAI-compatible server",
     "gateway": "route requests to many servers",

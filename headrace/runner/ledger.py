@@ -10,6 +10,7 @@ import torch
 from headrace.backends.cpu import device
 from headrace.config import Resolved, Settings, parse_bytes
 from headrace.errors import ConfigError
+from headrace.models.sizes import kv_groups
 from headrace.models.spec import ModelSpec
 
 _FREE_SHARE = 4  # one part in this many of free memory goes to the KV cache
@@ -77,9 +78,8 @@ def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[t
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """K and V of one token in every layer; int8 has a float32 scale for each token and head."""
-    line_bytes = spec.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == torch.int8 else 0)
-    lines = 1 if spec.keys_are_values else 2
-    return lines * spec.layers * spec.kv_heads * line_bytes
+    scale_bytes = _SCALE_BYTES if dtype == torch.int8 else 0
+    return sum(group.bytes_per_token for group in kv_groups(spec, dtype.itemsize, scale_bytes))
 
 
 def wanted_model_len(settings: Settings, spec: ModelSpec) -> Resolved[int]:
