@@ -34,8 +34,9 @@ from headrace.runner.pack import pack_parameters
 from headrace.runner.runner import TorchRunner
 from headrace.runner.worker import InlineWorker
 from headrace.sources.files import ModelFiles
-from tests.devices import WITHOUT_NATIVE, load
+from tests.devices import MARKS, WITHOUT_CUDA, WITHOUT_NATIVE, load
 from tests.golden.families import FAMILIES, VOCAB, lengths, save
+from tests.golden.on_cuda import OnCuda
 from tests.golden.product import Case, on_processor, run
 from tests.golden.reference import NEAR_TIE, agree, greedy
 from tests.golden.stepping import Job, generate
@@ -108,6 +109,14 @@ class Ours:
             [sequences * WIDTH], BLOCK, sequences, spec.max_positions, spec.vocab_size
         )
 
+    @property
+    def runner(self) -> TorchRunner:
+        """Over the same cache."""
+        return TorchRunner(self.forward, self.store, self.capacity, InlineWorker())
+
+    def close(self) -> None:
+        self.forward.close()
+
     @torch.inference_mode()
     def logits(
         self, prompts: list[list[int]], chunk: int, starts: list[int] | None = None
@@ -146,11 +155,24 @@ def native_forward(model: Decoder, store: KvStore, rows: int) -> NativeForward:
     return NativeForward(model, packed, store, pool, positions=positions, rows=rows, exact=True)
 
 
-@pytest.fixture(scope="module")
-def ours(family: Family) -> Iterator[Ours]:
-    made = Ours(family.files, torch.float32, len(family.prompts))
+DEVICES = ["cpu"] + [pytest.param("cuda", marks=MARKS["cuda"])] * (not WITHOUT_CUDA)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def ours(request: pytest.FixtureRequest, family: Family) -> Iterator[Ours | OnCuda]:
+    made = on(request.param, family, "float32")
     yield made
-    made.forward.close()
+    made.close()
+
+
+def on(device: str, family: Family, dtype: str) -> Ours | OnCuda:
+    """The family's model with room for all of its prompts."""
+    sequences = len(family.prompts)
+    if device == "cpu":
+        return Ours(family.files, getattr(torch, dtype), sequences)
+    sizes = {"kv_blocks": sequences * WIDTH, "max_num_seqs": 12, "max_num_batched_tokens": 600}
+    runner = load("cuda", family.files, dtype=dtype, block_size=BLOCK, max_model_len=128, **sizes)
+    return OnCuda(runner, WIDTH)
 
 
 def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
@@ -160,11 +182,11 @@ def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("chunk", [WHOLE, 1, 7, 16])
-def test_logits_at_every_position(family: Family, ours: Ours, chunk: int) -> None:
+def test_logits_at_every_position(family: Family, ours: Ours | OnCuda, chunk: int) -> None:
     assert worst(ours.logits(family.prompts, chunk), family.logits) < 1e-4
 
 
-def test_logits_after_a_cached_prefix(family: Family, ours: Ours) -> None:
+def test_logits_after_a_cached_prefix(family: Family, ours: Ours | OnCuda) -> None:
     """Whole blocks of each prompt are there, as after another request with the same prompt."""
     ours.logits(family.prompts, WHOLE)
     starts = [(len(prompt) - 1) // BLOCK * BLOCK // 2 // BLOCK * BLOCK for prompt in family.prompts]
@@ -174,18 +196,17 @@ def test_logits_after_a_cached_prefix(family: Family, ours: Ours) -> None:
         assert worst(ours.logits(family.prompts, chunk, starts.copy()), tails) < 1e-4
 
 
-def test_greedy_tokens(family: Family, ours: Ours) -> None:
+def test_greedy_tokens(family: Family, ours: Ours | OnCuda) -> None:
     check_greedy(family, ours)
 
 
-def check_greedy(family: Family, ours: Ours) -> None:
+def check_greedy(family: Family, ours: Ours | OnCuda) -> None:
     """64 of them, after a short and a longer prompt, side by side and in chunks: each is the most
     likely one to transformers, given those before it."""
     prompts = [family.prompts[0], family.prompts[-1][:40]]
-    runner = TorchRunner(ours.forward, ours.store, ours.capacity, InlineWorker())
     jobs = [Job(prompts[0], GREEDY_TOKENS), Job(prompts[1], GREEDY_TOKENS, chunk=9, arrives=3)]
-    for prompt, tokens in zip(prompts, generate(runner, jobs), strict=True):
-        if ours.spec.by_length is not None:
+    for prompt, tokens in zip(prompts, generate(ours.runner, jobs), strict=True):
+        if read_spec(family.files).by_length is not None:
             said(family.theirs, [1])  # its frequencies are those of the longest since a short one
             compared = agree(tokens, greedy(family.theirs, prompt, GREEDY_TOKENS))
             assert compared > GREEDY_TOKENS / 2, "the rest hid behind a near-tie"
@@ -255,11 +276,13 @@ def test_keys_turned_otherwise_are_not_reused(name: str, tmp_path: Path) -> None
         assert agree(tokens, greedy(model, prompt, 8)) == 8
 
 
-def test_bfloat16(family: Family) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16(family: Family, device: str) -> None:
     """2 %, or what transformers' own bfloat16 is off by and half of that again."""
-    made = Ours(family.files, torch.bfloat16, len(family.prompts))
+    made = on(device, family, "bfloat16")
     half = family.theirs.to(torch.bfloat16)
     theirs = [said(half, prompt) for prompt in family.prompts]
     family.theirs.float()
     bound = max(2e-2, 1.5 * worst(theirs, family.logits))
     assert worst(made.logits(family.prompts, 11), family.logits) < bound
+    made.close()
