@@ -8,9 +8,32 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.beams import BeamRules, BeamSearch
-from headrace.engine.client import Delta, EngineClient, Job, TokenStream
+from headrace.engine.client import Account, Delta, EngineClient, Job, TokenStream
 from headrace.errors import HeadraceError, RequestFailed
-from headrace.messages import End, Logprobs
+from headrace.messages import Done, End, Logprobs
+
+
+class StepAccount:
+    """The account of one step. Its draws are no output yet; and only the first step's prompt is the
+    caller's: what later ones find in the cache are blocks that the search itself put there.
+    """
+
+    def __init__(self, account: Account, *, first: bool) -> None:
+        self._account, self._first = account, first
+
+    def submitted(self, prompts: int, /) -> None:
+        """See `Account`."""
+        self._account.submitted(prompts)
+
+    def told(self, done: Done, first_s: float, last_s: float, /) -> None:
+        """See `Account`."""
+        cached_tokens = done.cached_tokens if self._first else 0
+        done = msgspec.structs.replace(done, cached_tokens=cached_tokens, output_tokens=0)
+        self._account.told(done, first_s, last_s)
+
+    def lost(self) -> None:
+        """See `Account`."""
+        self._account.lost()
 
 
 class BeamStream(TokenStream):
@@ -70,7 +93,8 @@ class BeamStream(TokenStream):
         ]
         reports: list[Logprobs | None] = [None] * len(jobs)
         arrived_s = self.arrived_s if first else 0.0
-        async with self._client.submit(jobs, arrived_s, self.account) as step:
+        account = self.account and StepAccount(self.account, first=first)
+        async with self._client.submit(jobs, arrived_s, account) as step:
             self._now = step
             if self._error is not None:
                 raise self._error

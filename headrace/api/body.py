@@ -46,17 +46,19 @@ def decode(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body nests too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-        field = _absurd(body)
-        if field is None:
+        found = _absurd(body)
+        if found is None:
             raise InvalidRequest(f"the body is not JSON: {error}") from None
-        raise InvalidRequest(f"{field}: a number is NaN or out of range", param=field) from None
+        field, fault = found
+        raise InvalidRequest(f"{field}: {fault}", param=field) from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     return value
 
 
-def _absurd(body: bytes) -> str | None:
-    """The member that holds a number that Python reads as NaN or infinite, if that is the fault."""
+def _absurd(body: bytes) -> tuple[str, str] | None:
+    """The member that holds what only Python reads, and what that is, if that is the fault: a
+    number that is NaN or infinite, or half of a surrogate pair."""
     if len(body) > _LOOKED_AT_BYTES:
         return None  # a kindness that may not hold up others
     try:
@@ -67,7 +69,12 @@ def _absurd(body: bytes) -> str | None:
         return None
     for name, member in value.items():
         try:
-            msgspec.json.decode(json.dumps(member))
-        except (msgspec.MsgspecError, RecursionError):
-            return str(name)
+            name.encode()
+            json.dumps(member, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return name.encode(errors="replace").decode(), "half of a surrogate pair is no text"
+        try:
+            json.dumps(member, allow_nan=False)
+        except ValueError:
+            return name, "a number is NaN or out of range"
     return None

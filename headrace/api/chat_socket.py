@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import ClientDisconnected
 
 from headrace.api.body import decode
-from headrace.api.errors import as_ours, body_of
+from headrace.api.errors import CLIENT_GONE, as_ours, body_of
 from headrace.api.generate import IGNORED
 from headrace.api.resume import NEVER
 from headrace.errors import ClientError, HeadraceError, InvalidRequest, RequestFailed
@@ -138,18 +138,13 @@ class ChatSocket:
 
         try:
             await self._app(scope, receive, answer.send)
-        except ClientDisconnected:
-            return
         except Exception as error:
             if as_ours(error) is not error:
                 log.exception("unexpected error in a request of a WebSocket")
             answer.error = as_ours(error)
         finally:
             del self._open[asked.id]
-        try:
-            await answer.end()
-        except ClientDisconnected:
-            return
+        await answer.end()
 
     async def tell(self, frame: dict[str, Any], error: HeadraceError | None = None) -> None:
         """Send one frame; of an error, its body."""
@@ -200,6 +195,8 @@ class Frames:
             await self._tell("chunk", data=msgspec.Raw(data))
 
     async def _whole(self, body: bytes) -> None:
+        if self._status == CLIENT_GONE:
+            return  # `end` says why
         if self._status != 200:
             await self._last("error", status=self._status, **msgspec.json.decode(body))
             return
@@ -217,7 +214,10 @@ class Frames:
             await self._last("error", status=error.status, **body_of(error))
 
     async def _tell(self, kind: str, **members: Any) -> None:
-        await self._socket.tell({"type": kind, "request_id": self._asked.id, **members})
+        try:
+            await self._socket.tell({"type": kind, "request_id": self._asked.id, **members})
+        except ClientDisconnected:
+            self._asked.left.set()  # the route hears of it as of any client that leaves
 
     async def _last(self, kind: str, **members: Any) -> None:
         self._closed = True

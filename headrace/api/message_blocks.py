@@ -193,9 +193,11 @@ def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
-    content = block.get("content") or ""
-    text = _text(content, f"{place}.content")
-    if block.get("is_error"):
+    content, failed = block.get("content"), block.get("is_error")
+    text = "" if content is None else _text(content, f"{place}.content")
+    if not isinstance(failed, bool | None):
+        raise InvalidRequest(f"{place}.is_error: true or false", param="messages")
+    if failed:
         text = f"Error: {text}"  # chat has no field for it; the model should know
     return {
         "role": "tool",

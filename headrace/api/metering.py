@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,18 +139,29 @@ class Meter:
             raise UsageLogFailed("the usage log cannot be written")
         return Bill(self, caller, user, jobs, input_tokens)
 
-    def write(self, record: UsageRecord) -> int:
+    def write(
+        self,
+        record: UsageRecord,
+        otherwise: Callable[[UsageLogFailed], UsageRecord] | None = None,
+    ) -> int:
         """Count a record and append it; returns its number in the log, 0 if none is kept.
 
-        Raises UsageLogFailed; the record is kept and written later.
+        Raises UsageLogFailed; what is kept, and written later, is then the record that `otherwise`
+        makes of it.
         """
+        number = 0
+        if self._log is not None:
+            self._unwritten.append(_encode(record))
+            number = self.flush()
+        failed = None
+        if self._log is not None and not number:
+            failed = UsageLogFailed("the usage log cannot be written")
+            if otherwise is not None:
+                record = otherwise(failed)
+                self._unwritten[-1] = _encode(record)
         self._count(record)
-        if self._log is None:
-            return 0
-        self._unwritten.append(_encode(record))
-        number = self.flush()
-        if not number:
-            raise UsageLogFailed("the usage log cannot be written")
+        if failed is not None:
+            raise failed
         return number
 
     async def synced(self, number: int) -> None:
@@ -220,6 +231,7 @@ class Bill:
         self.compute_s = self.recompute_s = 0.0
         self._queue_s = self._prefill_s = self._decode_s = 0.0
         self._first_s = self._last_s = 0.0  # time.monotonic() of tokens
+        self._drawn = 0  # tokens that came between these; a client that left may not have got all
         self._complete = True
 
     # ------------------------------------------------------------ from the engine's client
@@ -235,6 +247,7 @@ class Bill:
         self._complete &= done.prompt_tokens > 0 or bool(done.error)
         self.cached_tokens += done.cached_tokens
         self.preemptions += done.preemptions
+        self._drawn += done.output_tokens
         self.compute_s += done.compute_s
         self.recompute_s += done.recompute_s
         self._queue_s = max(self._queue_s, done.queue_s)
@@ -278,7 +291,7 @@ class Bill:
         if self._pending:
             return  # `told` writes it
         if error is None:
-            self._number = self._meter.write(self._record())
+            self._number = self._meter.write(self._record(), self._failed)
         else:
             self._write_late()
 
@@ -299,6 +312,11 @@ class Bill:
         except UsageLogFailed as error:
             log.error("%s: %s", self._caller.request_id, error.message)
 
+    def _failed(self, error: UsageLogFailed) -> UsageRecord:
+        """The record of an answer that ends with `error`, for its record could not be written."""
+        self._error = error
+        return self._record()
+
     def _cost(self, answer: Counted) -> float | None:
         """Failures cost nothing; what a client gave up costs what was done until then."""
         failed = self._error is not None and self._error.status != CLIENT_GONE
@@ -317,7 +335,7 @@ class Bill:
         arrived_s, first_s, last_s = caller.arrived_s, self._first_s, self._last_s
         output_tokens, decode_s = answer.output_tokens, max(0.0, last_s - first_s)
         choices = len(self._jobs) * self._jobs[0].n
-        gaps = output_tokens / choices - 1  # of one choice; they run side by side
+        gaps = (self._drawn or output_tokens) / choices - 1  # of one choice; they run side by side
         cost = self._cost(answer)
         return UsageRecord(
             time=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -189,7 +189,8 @@ def turns_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "content": _text(item.get("output"), f"{where}.output"),
             })  # fmt: skip
         elif kind == "reasoning":
-            text = _text(item.get("content") or "", f"{where}.content")
+            content = item.get("content")
+            text = "" if content is None else _text(content, f"{where}.content")
             turn = _assistant(turns, fresh="content")
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         else:

@@ -107,16 +107,20 @@ def _shown(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-class _Named(msgspec.Struct):
-    function: dict[str, Any]
+class _Function(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
+    function: _Function
     type: Literal["function"] = "function"
 
     @property
     def name(self) -> str:
-        return str(self.function.get("name"))
+        return self.function.name
 
 
-class _Allowed(msgspec.Struct):
+class _Allowed(msgspec.Struct, forbid_unknown_fields=True):
     tools: Annotated[list[_Named], Meta(min_length=1)]
     mode: Literal["auto", "required"] = "auto"
 

@@ -45,11 +45,11 @@ class UsageLog:
 
     def append(self, line: bytes) -> int:
         """Write a line (without its end); returns its number for `synced`. Raises OSError, and then
-        the file does not hold it whole."""
+        the file does not hold it whole: a line that only lacks its end is whole."""
         self._follow()
         data = (b"" if self._whole() else b"\n") + line + b"\n"
         written = os.write(self._fd, data)
-        if written != len(data):
+        if written < len(data) - 1:
             raise OSError(f"{written} of {len(data)} bytes were written")
         with self._changed:
             self._lines += 1

@@ -108,6 +108,12 @@ HOSTILE = [
     b'{"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}',
     b'{"max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "tools": [{}]}',
     b'{"max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "tools": [{"type": []}]}',
+    *(
+        b'{"max_tokens": 9, "messages": [{"role": "user", "content": "x"}, {"role": "assistant", '
+        b'"content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}, {"role": "user",'
+        b' "content": [{"type": "tool_result", "tool_use_id": "t", %b}]}]}' % member
+        for member in (b'"is_error": "no"', b'"content": false', b'"content": 0')
+    ),
     b'{"max_tokens": 1e999, "messages": []}', b'{"messages": [{"role": "user", "content": []}]}',
 ]  # fmt: skip
 

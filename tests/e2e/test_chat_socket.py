@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from socket import SHUT_RDWR
 from typing import Any
 
 import pytest
@@ -88,6 +89,27 @@ def test_many_at_once_and_an_abort(server: Server) -> None:
             assert status == 200
             assert text_of(found[name]) == alone["choices"][0]["message"]["content"]
     server.wait_idle()
+
+
+def test_an_abort_before_the_first_chunk_is_one_too(server: Server) -> None:
+    """At once, while it waits or computes its prompt, streamed or not."""
+    with dial(server) as socket:
+        for i in range(12):
+            ask(socket, request_id=f"{i}", stream=i % 2 == 0, **body("x" * 900, max_tokens=900))
+            ask(socket, type="abort", request_id=f"{i}")
+        found = until_ended(socket, 12)
+        assert {frames[-1]["type"] for frames in found.values()} == {"aborted"}
+    server.wait_idle()
+
+
+def test_a_client_that_is_gone_is_no_fault_of_ours(server: Server) -> None:
+    """It leaves without a word while answers of each kind are about to be sent."""
+    with dial(server) as socket:
+        for i in range(12):
+            ask(socket, stream=i % 2 == 0, **body("x" * 900, max_tokens=900))
+        socket.socket.shutdown(SHUT_RDWR)
+    server.wait_idle()
+    assert "unexpected error" not in server.log_path.read_text()
 
 
 def test_mistakes_end_nothing_else(server: Server) -> None:

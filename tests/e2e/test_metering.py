@@ -74,7 +74,8 @@ def test_a_record_is_there_before_the_end_is_seen(server: Metered) -> None:
                           "stream_options": {"include_usage": True}}),
         "several": (TEXT, {**draw, "prompt": ["one", "other"], "n": 2}),
         "stopped": (TEXT, {"prompt": "a", "max_tokens": 200, "temperature": 0, "stop": ["e", "a"]}),
-        "beams": (TEXT, {**draw, "prompt": "beam", "use_beam_search": True, "beam_width": 2}),
+        "beams": (TEXT, {**draw, "prompt": "beam " * 20, "use_beam_search": True, "beam_width": 3,
+                         "max_tokens": 40}),
         "anthropic": (MESSAGES, {"max_tokens": 6, "messages": HI, "metadata": {"user_id": "ann"}}),
         "response": (RESPONSES, {"max_output_tokens": 6, "input": "hi", "user": "ann"}),
     }  # fmt: skip

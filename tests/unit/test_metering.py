@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.answer import Answer, Reply
+from headrace.api.beams import StepAccount
 from headrace.api.completions import CompletionChunks
 from headrace.api.errors import ClientGone
 from headrace.api.exchange import Exchange
@@ -148,6 +149,28 @@ def test_an_abort_is_written_when_the_engine_has_said_its_last_word(office: Offi
     assert office.total("headrace_usage_requests_total", outcome="aborted") == 1
 
 
+def test_time_per_token_is_over_the_tokens_that_took_it(office: Office) -> None:
+    """The client left after 3 of 11 tokens were sent; all 11 came in the 2 s."""
+    bill = office.bill()
+    bill.submitted(1)
+    bill.end(Counts(3, 0, [None]), ClientGone("gone"))
+    bill.told(DONE, 100.5, 102.5)
+    (record,) = office.lines()
+    assert (record["output_tokens"], record["decode_s"], record["tpot_s"]) == (3, 2.0, 0.2)
+
+
+def test_what_a_search_finds_of_its_own_is_not_cached_input(office: Office) -> None:
+    bill = office.bill()
+    for first in (True, False, False, False):
+        step = StepAccount(bill, first=first)
+        step.submitted(1)
+        step.told(DONE, 100.5, 102.5)
+    asyncio.run(bill.close(ANSWER))
+    (record,) = office.lines()
+    assert (record["cached_tokens"], record["compute_s"]) == (40, 8.0)
+    assert record["tpot_s"] == 0.2  # 2 s for the 11 tokens of the answer
+
+
 def test_a_failure_costs_nothing_and_is_written_all_the_same(office: Office) -> None:
     bill = office.bill()
     bill.submitted(1)
@@ -202,7 +225,10 @@ def test_a_log_that_cannot_be_written_ends_answers_and_admits_none(
     assert office.total("headrace_usage_log_errors_total") == 2
     monkeypatch.setattr(os, "write", write)
     office.bill()  # there is room again: the record that waited goes first
-    assert len(office.lines()) == 1
+    (record,) = office.lines()  # it says what the client was told
+    assert (record["status"], record["error"], record["cost"]) == (503, "usage_log_failed", 0)
+    assert office.total("headrace_usage_requests_total", outcome="failed") == 1
+    assert office.total("headrace_usage_requests_total", outcome="ok") == 0
 
 
 def test_a_log_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_choices() -> None:
         ([A], NAMED, "tool_choice"),
         ([A], {"type": "function"}, "tool_choice"),
         ([A], {"type": "allowed_tools"}, "tool_choice"),
+        ([A], {"type": "function", "function": {"name": "a", "mode": "x"}}, "tool_choice"),
         ([A], {"type": "allowed_tools", "allowed_tools": {"tools": []}}, "tool_choice"),
         ([], "required", "tool_choice"),
         ([], NAMED, "tool_choice"),

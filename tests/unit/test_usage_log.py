@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,33 @@ def test_half_a_line_of_a_dead_process_spoils_no_other(log: UsageLog, path: Path
         other.write(b'{"cut":')
     log.append(b"next")
     assert path.read_bytes() == b'whole\n{"cut":\nnext\n'
+
+
+@pytest.mark.parametrize("room", range(1, 10))
+def test_a_disk_that_is_full_within_a_line(
+    path: Path, log: UsageLog, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Written again until it is there, a line is there once, wherever the first write was cut."""
+    write = os.write
+    line = b'{"a": 1}'
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:room]))
+    try:
+        log.append(line)
+    except OSError:
+        monkeypatch.setattr(os, "write", write)
+        log.append(line)
+    monkeypatch.setattr(os, "write", write)
+    log.append(b'{"b": 2}')
+    assert whole_lines(path) == [{"a": 1}, {"b": 2}]
+
+
+def whole_lines(path: Path) -> list[object]:
+    """As the documentation says to read: what is empty or no JSON is skipped."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def test_many_lines_share_an_fsync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
