@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 import msgspec
@@ -68,9 +68,8 @@ class Client(asyncio.Protocol):
     # ------------------------------------------------------------ asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "TCP"
-        no_delay(transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        no_delay(self._transport)
         self._open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -33,9 +33,8 @@ class Upstream(asyncio.Protocol):
         self._heard = False  # a byte of this answer came
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "TCP"
-        no_delay(transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        no_delay(self._transport)
 
     def ask(self, request: bytes, answer: Answer) -> None:
         """Send a whole request."""
