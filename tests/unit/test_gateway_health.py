@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ from tests.unit.gateway_rig import (
     until,
 )
 
-FAST = {"check_timeout_s": 0.2, "hung_after_s": 0.6}
+FAST: dict[str, Any] = {"check_timeout_s": 0.2, "hung_after_s": 0.6}
 
 
 async def hang(asked: Asked, out: Out) -> None:
