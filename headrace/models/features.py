@@ -14,6 +14,8 @@ from headrace.models.spec import ModelSpec
 
 def features(spec: ModelSpec) -> list[str]:
     """All of them, in the order of a layer."""
+    if spec.foreign:
+        return ["layers of transformers"]
     kinds = spec.every_layer()
     names = {layer.rope for layer in kinds}
     asked = {

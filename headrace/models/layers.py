@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -159,6 +160,17 @@ def mlp_of(spec: ModelSpec, index: int, dtype: torch.dtype) -> Mlp:
     kind = GatedMlp if spec.gated else PlainMlp
     ffn = spec.layer(index).ffn or spec.ffn
     return kind(spec.hidden, ffn, dtype, spec.act, bias=spec.mlp_bias)
+
+
+class GivenAttention(NamedTuple):
+    """The attention of one layer whose q, k and v are made elsewhere; its fields mean what they do
+    in the spec. sinks [heads]: None = there are none."""
+
+    layer: int
+    window: int
+    scale: float
+    softcap: float
+    sinks: Tensor | None
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from headrace.models.latent import LatentAttention
-    from headrace.models.layers import Attention, Embedding, Linear, Mlp, Norm
+    from headrace.models.layers import Attention, Embedding, GivenAttention, Linear, Mlp, Norm
     from headrace.models.routed import RoutedMlp
 
 
@@ -57,6 +57,14 @@ class Ops(Protocol):
 
     def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
         """Each token over its sequence up to itself -> [T, heads * value]."""
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Ids and positions of the step's tokens, each [T] int64, for layers that are not ours."""
+
+    def attend_given(self, attention: GivenAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d], turned already: k and v go to the KV cache,
+        and each token attends over its sequence up to itself -> [T, heads * d]. In the place of
+        `qkv` and `attend`."""
 
     def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
         """x + mlp(norm(x)), [T, hidden]; what each expert of the layer gets is counted."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -87,6 +88,7 @@ _TEXT_OF_GEMMA3 = Family(
     ),
     unused=("vision_tower.*", "multi_modal_projector.*"),
 )
+_FOREIGN = Family("headrace.models.foreign", renamed=(("embed_out.", "lm_head."),))
 _DEEPSEEK = Family("headrace.models.deepseek")
 _GEMMA3N = msgspec.structs.replace(
     _TEXT_OF_GEMMA3,
@@ -140,10 +142,25 @@ def family_of(architecture: str) -> Family:
     Raises ModelError listing what is known.
     """
     family = _FAMILIES.get(architecture.replace(CLASSIFIER, "ForCausalLM"))
+    if family is None and _in_transformers(architecture):
+        return _FOREIGN
     if family is None:
         known = ", ".join(sorted(_FAMILIES))
-        raise ModelError(f"architecture {architecture!r} is not supported; known: {known}")
+        more = "" if _installed() else "; others need the package transformers"
+        raise ModelError(f"architecture {architecture!r} is not supported; known: {known}{more}")
     return family
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def _in_transformers(architecture: str) -> bool:
+    """transformers is here and has it as a decoder of text."""
+    if not architecture.endswith("ForCausalLM") or not _installed():
+        return False
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return architecture in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def module_of(architecture: str) -> ModelModule:

@@ -164,6 +164,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None = None
     latent: Latent | None = None
     altup: AltUp | None = None
+    foreign: str = ""  # config.json of a model whose layers are transformers'; see models.foreign
     labels: int = 0  # of the classification head, which stands where the output layer would
 
     def __post_init__(self) -> None:

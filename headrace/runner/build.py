@@ -202,11 +202,20 @@ def _info(
         length,
         blocks,
         [
+            *_foreign(facts.spec),
             f"{'dtype':13} {name.value}: {name.reason}",
             *map(str, lines),
             f"{'max_model_len':13} {length.value} tokens: {length.reason}",
         ],
     )
+
+
+def _foreign(spec: ModelSpec) -> list[str]:
+    """A line about a model that no file of ours computes."""
+    if not spec.foreign:
+        return []
+    how = "transformers' own layers around our attention and KV cache, which is slower"
+    return [f"{'model':13} {spec.architecture} has no file here: {how}"]
 
 
 def read_facts(settings: Settings, files: ModelFiles) -> Facts:

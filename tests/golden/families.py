@@ -109,6 +109,11 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "glm": Tiny("Glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": Tiny("Glm4", {"head_dim": 16, "num_hidden_layers": 2}),
+    "gpt-neox": Tiny("GPTNeoX", {"num_key_value_heads": 6, "layer_norm_eps": 1e-5}),
+    "olmo2": Tiny("Olmo2", {}),
+    "stablelm": Tiny("StableLm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "starcoder2": Tiny("Starcoder2", {"sliding_window": WINDOW}, WINDOW),
+    "granite": Tiny("Granite", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
     "gpt2": Tiny(
         "GPT2",
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128, "n_inner": 80}

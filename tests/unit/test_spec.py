@@ -109,7 +109,7 @@ def test_qwen2_has_biases_and_a_window_that_is_off() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, "experts"),
         ({"layer_types": ["linear_attention"]}, "linear_attention"),
-        ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM.*known: .*LlamaForCausalLM"),
+        ({"architectures": ["StrangeForCausalLM"]}, "StrangeForCausalLM.*known: .*LlamaFor"),
         ({"architectures": []}, r"\(none\)"),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"hidden_size": "big"}, "hidden_size = 'big'"),

@@ -24,6 +24,7 @@ from headrace.models.layers import (
     Decoder,
     Embedding,
     GatedMlp,
+    GivenAttention,
     Linear,
     Mlp,
     Norm,
@@ -167,6 +168,14 @@ class Recorder:
 
     def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
         """See `Ops`; refused when a model is loaded."""
+        raise AssertionError(_REFUSED)
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """No model that was not refused asks for it."""
+        raise AssertionError(_REFUSED)
+
+    def attend_given(self, attention: GivenAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """No model that was not refused asks for it."""
         raise AssertionError(_REFUSED)
 
     def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:

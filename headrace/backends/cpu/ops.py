@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.backends.cpu.attention import Pattern, StepAttention
 from headrace.models.latent import LatentAttention
-from headrace.models.layers import Attention, Embedding, Linear, Mlp, Norm
+from headrace.models.layers import Attention, Embedding, GivenAttention, Linear, Mlp, Norm
 from headrace.models.positions import rotate
 from headrace.models.routed import RoutedMlp
 
@@ -23,6 +23,7 @@ COMPUTES = frozenset({
     "scaled scores", "soft-capped scores", "attention sinks", "ALiBi", "output bias",
     "MLP without a gate", "MLP of gelu", "MLP of gelu_tanh", "MLP of relu", "MLP of clamped",
     "MLP bias", "layers of several widths", "soft-capped logits", "experts", "latent attention",
+    "layers of transformers",
 })  # fmt: skip
 
 Turns = Mapping[str, tuple[Tensor, Tensor]]  # LayerSpec.rope -> cos and sin, each [T, 1, d/2]
@@ -147,6 +148,16 @@ class TorchOps:
         y = self._step.attend(attention.layer, wide, k, v, Pattern(scale=attention.scale))
         latents = y.view(*q.shape[:2], -1)[..., : attention.rank]
         return torch.einsum("thr,hvr->thv", latents, values).reshape(q.shape[0], -1)
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """-> ids and positions, [T]."""
+        return self._ids, self._step.positions
+
+    def attend_given(self, attention: GivenAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """-> [T, heads * d]."""
+        layer, window, scale, softcap, sinks = attention
+        pattern = Pattern(window, scale, softcap, (), sinks)
+        return self._step.attend(layer, q, k, v, pattern)
 
     def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
         """-> x + mlp(norm(x))."""

@@ -35,7 +35,16 @@ from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.soft_cap import cap_rows
 from headrace.models.latent import LatentAttention
-from headrace.models.layers import Attention, Embedding, GatedMlp, Linear, Mlp, Norm, RMSNorm
+from headrace.models.layers import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    GivenAttention,
+    Linear,
+    Mlp,
+    Norm,
+    RMSNorm,
+)
 from headrace.models.routed import RoutedMlp
 
 # Of `models.features`, beyond the plain decoder.
@@ -337,6 +346,14 @@ class CudaOps:
             with_pdl=self._place.pdl,
         )
         self._add("down", x, inner, mlp.down, post)
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """No model that was not refused asks for it."""
+        raise AssertionError("a model that was refused when it was loaded")
+
+    def attend_given(self, attention: GivenAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """No model that was not refused asks for it."""
+        raise AssertionError("a model that was refused when it was loaded")
 
     def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
         """-> x + mlp(norm(x)), in place."""

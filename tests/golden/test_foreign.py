@@ -1,0 +1,119 @@
+"""Models without a file of ours: what of them is refused, and what is said. That their numbers are
+right, `test_families.py` shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from headrace.backends.choose import settled
+from headrace.config import Settings
+from headrace.errors import ModelError
+from headrace.inspection import inspect
+from headrace.models import registry
+from headrace.models.spec import from_hf
+from headrace.runner.build import load_runner
+from headrace.sources.files import ModelFiles
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+def saved(kind: str, folder: Path, **changes: Any) -> ModelFiles:
+    """A random model of transformers."""
+    config = getattr(transformers, f"{kind}Config")(**(SHAPE | changes))
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    return ModelFiles(kind, "hf", folder)
+
+
+def start(files: ModelFiles, **more: Any) -> list[str]:
+    """What the start says of the model."""
+    fields: dict[str, Any] = {"kv_blocks": 8, "dtype": "float32"}
+    settings = settled(Settings(backend="cpu", **(fields | more)))
+    runner, info = load_runner(settings, files, lambda name, seconds: None)
+    runner.close()
+    return info.ledger
+
+
+def test_the_start_says_that_it_is_slower(tmp_path: Path) -> None:
+    lines = start(saved("Olmo2", tmp_path))
+    assert any("Olmo2ForCausalLM has no file here: transformers' own layers" in x for x in lines)
+    assert any("native kernels do not compute layers of transformers" in line for line in lines)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"strange": torch.zeros(2)}, path)
+    with pytest.raises(ModelError, match="unexpected: strange"):
+        start(ModelFiles("olmo2", "hf", tmp_path))
+
+
+def test_sizes_and_random_weights(tmp_path: Path) -> None:
+    files = saved("Olmo2", tmp_path)
+    model = transformers.Olmo2ForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    told = inspect(files)
+    assert told.parameters.total == sum(p.numel() for p in model.parameters())
+    assert told.features == ["layers of transformers"]
+    start(files, load_format="dummy")
+
+
+def test_layers_that_go_another_way_are_refused(tmp_path: Path) -> None:
+    files = saved("Bloom", tmp_path, n_head=4, n_layer=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    with pytest.raises(ModelError, match="0 of 2 layers use transformers' attention interface"):
+        start(files)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0,
+             "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4,
+                              "long_factor": [2.0] * 4}},
+            "rotary frequencies of type longrope",
+        ),
+        (
+            {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
+             "layer_types": ["full_attention", "linear_attention"]},
+            "layers of type linear_attention",
+        ),
+        (
+            {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
+             "quantization_config": {"quant_method": "gptq"}},
+            "quantization_config",
+        ),
+        (
+            {"architectures": ["Olmo2ForCausalLM"], "model_type": "no such"},
+            "knows no model_type 'no such'",
+        ),
+        (
+            {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv",
+             "num_attention_heads": None},
+            "its config has no num_attention_heads",
+        ),
+        (
+            {"architectures": ["Olmo2ForSequenceClassification"], "model_type": "olmo2"},
+            "'Olmo2ForSequenceClassification' is not supported",
+        ),
+    ],
+    ids=["longrope", "layers", "quantised", "kind", "recurrent", "classifier"],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused(config: dict[str, Any], words: str) -> None:
+    sizes = {k: v for k, v in SHAPE.items() if v is not None}
+    with pytest.raises(ModelError, match=words):
+        from_hf(sizes | config)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="others need the package transformers"):
+        registry.family_of("Olmo2ForCausalLM")
