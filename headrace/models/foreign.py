@@ -51,7 +51,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             "attention in chunks": bool(getattr(known, "attention_chunk_size", None)),
         },
     )
-    need = {key: getattr(known, key, None) for key in _NEEDED}
+    need: dict[str, Any] = {key: getattr(known, key, None) for key in _NEEDED}
     if lacks := [key for key, value in need.items() if type(value) is not int]:
         raise ModelError(f"{name}: its config has no {', '.join(lacks)}")
     heads, hidden, rows = (need[key] for key in _NEEDED[:3])

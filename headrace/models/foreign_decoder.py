@@ -38,7 +38,7 @@ class ForeignDecoder(Decoder):
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # none of a decoder's own parts
-        self.spec, self.dtype, self.rotaries = spec, dtype, {}
+        self.spec, self.dtype, self.rotaries = spec, dtype, nn.ModuleDict()
         written = json.loads(spec.foreign)
         config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
         with no_init_weights():

@@ -114,6 +114,6 @@ def test_what_is_not_computed_is_refused(config: dict[str, Any], words: str) -> 
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="others need the package transformers"):
         registry.family_of("Olmo2ForCausalLM")
