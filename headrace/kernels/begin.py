@@ -3,6 +3,8 @@ that is asked for, with a learned row for the position added where there are suc
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -67,6 +69,11 @@ def begin_kernel(
     tl.store(x + token.to(tl.int64) * K + k, y, mask=k < K)
 
 
+@functools.cache
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(factor, dtype=dtype))
+
+
 def begin(
     ids: Tensor,
     last: Tensor,
@@ -106,7 +113,7 @@ def begin(
         ids, last, columns.rows, columns.positions, columns.writes,
         columns.tables, columns.tables.shape[1], slots, embedding,
         embedding if learned is None else learned, x, columns.tables.shape[0] - 1,
-        float(torch.tensor(scale, dtype=x.dtype)), 0 if learned is None else learned.shape[0],
+        _rounded(scale, x.dtype), 0 if learned is None else learned.shape[0],
         SCALED=scale != 1.0, LEARNED=learned is not None,
         BLOCK=slots.shape[1], K=k, BK=block, num_warps=min(8, max(1, block // 512)),
         **pdl.options(with_pdl),

@@ -18,7 +18,7 @@ from tests.kernels.test_linear import SPLIT, draw, poisoned
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LARGE = pytest.mark.skipif(not CUDA, reason="NOT RUN: large shapes need the GPU")
-SIZES = [(1, 16), (3, 53), (2, 2050), pytest.param(8192, 13824, marks=LARGE)]  # T, F
+SIZES = [(3, 53), (1, 2050), pytest.param(8192, 13824, marks=LARGE)]  # T, F
 
 
 def extras(
@@ -32,7 +32,7 @@ def extras(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("given", [(), ("scale",), ("scale", "bias")], ids="+".join)
+@pytest.mark.parametrize("given", [(), ("scale", "bias")], ids="+".join)
 @pytest.mark.parametrize("act", ["silu", "clamped"])
 @pytest.mark.parametrize(("tokens", "ffn"), SIZES)
 def test_gated(

@@ -208,6 +208,8 @@ def test_no_tokens_no_launch(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_begin_scales_and_adds_learned_positions(dtype: torch.dtype, device: torch.device) -> None:
     columns = paged(6, 1, 2, dtype, device).columns
+    columns.positions.sub_(1)
+    columns.writes.zero_()
     columns.rows[2] = columns.tables.shape[0] - 1
     embedding, learned = (draw(n, 53, dtype=dtype, device=device) for n in (37, 5))
     last = torch.zeros(7, dtype=torch.int32, device=device)

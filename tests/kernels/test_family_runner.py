@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -130,3 +131,17 @@ def test_logits_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert float((mine - theirs).abs().max() / theirs.abs().max()) < 1e-4
     ours.close()
     reference.close()
+
+
+def test_a_vector_behind_a_layer_norm(tmp_path: Path) -> None:
+    _, files = save("gpt2", tmp_path, **changes_of("gpt2"))
+    said = []
+    for runner in (interpreted(files), on_the_cpu(files)):
+        run = Steps(runner)
+        run.join(0, [3, 1, 8])
+        run.forward(0, [11, 7, 3], draw_into=())
+        run.pool("sum")
+        (vector,) = run.launch().result().vectors
+        said.append(np.frombuffer(vector, "<f4"))
+        runner.close()
+    np.testing.assert_allclose(*said, rtol=1e-4, atol=1e-4)
