@@ -31,6 +31,7 @@ def check(
     window: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    alibi: bool = False,
     config: DecodeConfig | None = SMALL,
     seed: int = 0,
     replays: int = 1,
@@ -52,7 +53,9 @@ def check(
     wide = torch.randn(len(rows), heads + 2 * kv_heads, d, generator=generator)
     q = wide.to(DEVICE, dtype)[:, :heads]
     logits = torch.randn(heads, generator=generator).to(DEVICE, dtype) if sinks else None
+    slopes = torch.rand(heads, generator=generator).to(DEVICE) if alibi else None
     extras = {"scale": d**-0.5, "window": window, "softcap": softcap, "sinks": logits}
+    extras["slopes"] = slopes
     reference = decode_reference(q, cache.k, cache.v, columns, **extras)
     scratch = Scratch(len(rows), heads, d, kv_heads, splits, DEVICE)
     for tensor in (scratch.outputs, scratch.stats):
@@ -100,6 +103,11 @@ def test_soft_cap_and_sinks() -> None:
     check([1, 70, 20], softcap=1.5)
     check([1, 70, 20], sinks=True)
     check([1, 70, 20], softcap=0.7, sinks=True, window=20, dtype=torch.bfloat16)
+
+
+def test_alibi() -> None:
+    check([1, 70, 20], alibi=True, kv_heads=4)
+    check([1, 70, 20], alibi=True, window=20, dtype=torch.float16)
 
 
 def test_padding_tokens_are_the_spare_row() -> None:

@@ -37,6 +37,7 @@ def checked(
     window: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    alibi: bool = False,
     config: PrefillConfig | None = SMALL,
     seed: int = 0,
     places: int = 0,
@@ -71,7 +72,9 @@ def checked(
     wide = torch.randn(tokens, heads + 2 * kv_heads, d, generator=generator)
     q = wide.to(DEVICE, dtype)[:, :heads]
     logits = torch.randn(heads, generator=generator).to(DEVICE, dtype) if sinks else None
+    slopes = torch.rand(heads, generator=generator).to(DEVICE) if alibi else None
     extras = {"scale": d**-0.5, "window": window, "softcap": softcap, "sinks": logits}
+    extras["slopes"] = slopes
     reference = prefill_reference(q, cache.k, cache.v, cache.tables, chunks, **extras)
     out = torch.full(q.shape, torch.nan, dtype=dtype, device=DEVICE)
     extras |= {"scratch": PrefillScratch(tiling, d, DEVICE), "config": config}
@@ -115,6 +118,11 @@ def test_soft_cap_and_sinks() -> None:
     check([(0, 18), (30, 9)], softcap=1.5)
     check([(0, 18), (30, 9)], sinks=True)
     check([(0, 18), (30, 9)], softcap=0.7, sinks=True, window=20, dtype=torch.bfloat16)
+
+
+def test_alibi() -> None:
+    check([(0, 18), (30, 9)], alibi=True)
+    check([(0, 18), (30, 9)], alibi=True, window=20, dtype=torch.float16)
 
 
 def test_old_keys_behind_a_window_are_not_followed() -> None:

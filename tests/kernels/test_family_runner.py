@@ -144,4 +144,4 @@ def test_a_vector_behind_a_layer_norm(tmp_path: Path) -> None:
         (vector,) = run.launch().result().vectors
         said.append(np.frombuffer(vector, "<f4"))
         runner.close()
-    np.testing.assert_allclose(*said, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(said[0], said[1], rtol=1e-4, atol=1e-4)
