@@ -89,6 +89,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stream_resume_s: Seconds = 0.0
     stream_resume_bytes: Annotated[int, Meta(ge=4096)] = 2**20
     hook: tuple[str, ...] = ()
+    hook_timeout_s: SomeSeconds = 60.0
     restart: bool = False
     threads: Natural = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -171,6 +172,7 @@ HELP: Mapping[str, str] = {
     "stream_resume_bytes": "newest events of such a stream that are kept for that",
     "hook": "KIND=NAME:TEXT, code before or after the model: moderation, filter, check, score or "
     "cite; see docs/hooks.md",
+    "hook_timeout_s": "longest wait for a moderation or scoring hook; beyond it the request fails",
     "restart": "start the engine again when it dies, instead of ending the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",

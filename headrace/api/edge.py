@@ -70,7 +70,10 @@ class Edge:
         scope["headrace.exchange"] = exchange
         id_header = (b"x-request-id", exchange.request_id.encode())
 
+        whole = False  # the answer has been sent
+
         async def timed_send(message: Message) -> None:
+            nonlocal whole
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), id_header]
@@ -78,6 +81,7 @@ class Edge:
             await send(message)
             exchange.sending_since_s = 0.0
             exchange.sent_s = time.monotonic()
+            whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         self._exchanges.add(exchange)
         answer, seated = self._app, False
@@ -88,6 +92,10 @@ class Edge:
             answer = response_of(error, scope)
         try:
             await answer(scope, receive, timed_send)
+        except Exception:
+            if not whole:
+                raise  # the server cuts the connection: all that can still be said
+            # It was logged and answered; the connection is as good as ever.
         finally:
             if seated:
                 self._seats.leave()

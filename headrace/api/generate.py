@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +19,7 @@ from headrace.api.beams import BeamStream
 from headrace.api.chunks import Chunks
 from headrace.api.events import Events
 from headrace.api.exchange import Exchange, exchange_of
+from headrace.api.hook_calls import heard
 from headrace.api.logprobs import Reporter
 from headrace.api.metering import NO_OUTPUT
 from headrace.api.moderate import labelled
@@ -26,7 +28,7 @@ from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import EventStream, watch_client
 from headrace.engine.client import Account, TokenStream
-from headrace.errors import HookUnavailable, ShuttingDown
+from headrace.errors import RequestFailed, ShuttingDown
 from headrace.text.parts import Part, Said, Text, said
 
 log = logging.getLogger("headrace.api")
@@ -136,16 +138,14 @@ def start(service: Service, prepared: Prepared, arrived_s: float, account: Accou
 
 
 async def rank(service: Service, answer: Answer, parts: list[list[Part]]) -> None:
-    """Have the scoring hook say how good each choice is. Raises HookUnavailable."""
+    """Have the scoring hook say how good each choice is. Raises HookUnavailable, RequestFailed."""
     (scorer,), drawn = service.hooks.score, answer.prepared.drawn
     texts = [said(own).text for own in parts]
     for position, asked in enumerate(answer.prepared.asked):
         places = slice(position * drawn, (position + 1) * drawn)
-        try:
-            scores = await scorer.score(asked, texts[places])
-        except HookUnavailable:
-            service.metrics.count_hook("score", "unavailable")
-            raise
+        scores = await heard(service, "score", scorer.score(asked, texts[places]))
+        if not all(map(math.isfinite, scores)):
+            raise RequestFailed("a scoring hook gave what is no score")
         service.metrics.count_hook("score", "scored")
         for choice, score in zip(answer.choices[places], scores, strict=True):
             choice.rank = score

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
+from headrace.api.hook_calls import heard
 from headrace.api.schemas import Chat, Tokenize
 from headrace.api.service import Service
-from headrace.errors import ContentBlocked, HookUnavailable
+from headrace.errors import ContentBlocked, RequestFailed
+from headrace.hooks.contract import Action
 
 HEADER = "x-headrace-moderation"
 MAX_LABELS, MAX_LABEL_CHARS = 16, 64
 
 
 async def moderated(service: Service, texts: Sequence[str]) -> dict[str, float]:
-    """Labels of the annotating hooks. Raises ContentBlocked, HookUnavailable."""
+    """Labels of the annotating hooks. Raises ContentBlocked, HookUnavailable, RequestFailed."""
     labels: dict[str, float] = {}
     shown = [text for text in texts if text]
     for hook in service.hooks.moderation:
-        try:
-            verdict = await hook.judge(shown)
-        except HookUnavailable:
-            service.metrics.count_hook("moderation", "unavailable")
-            raise
+        verdict = await heard(service, "moderation", hook.judge(shown))
+        if verdict.action not in get_args(Action):
+            raise RequestFailed("a moderation hook said what is no verdict")
         service.metrics.count_hook("moderation", verdict.action)
         if verdict.action == "block":
             raise ContentBlocked(verdict.reason or "the request was refused by moderation")

@@ -13,12 +13,14 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+Action = Literal["allow", "block", "annotate"]
+
 
 class Verdict(msgspec.Struct, frozen=True):
     """Of a prompt. block: the request is refused with `reason`. annotate: it goes on, and the
     response names the labels in the header `x-headrace-moderation`."""
 
-    action: Literal["allow", "block", "annotate"] = "allow"
+    action: Action = "allow"
     reason: str = ""
     labels: Mapping[str, float] = {}
 

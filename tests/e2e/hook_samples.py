@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Sequence
 
 from headrace.errors import HookUnavailable
-from headrace.hooks.contract import Asked
+from headrace.hooks.contract import Asked, Verdict
 
 
 def worth(asked: str, answer: str) -> float:
@@ -15,7 +16,7 @@ def worth(asked: str, answer: str) -> float:
 
 
 class Scorer:
-    """Says `worth`; of an unlucky prompt, nothing."""
+    """Says `worth`; of some prompts nothing, or nonsense."""
 
     def __init__(self, text: str) -> None:
         pass
@@ -23,6 +24,32 @@ class Scorer:
     async def score(self, asked: Asked, answers: Sequence[str]) -> list[float]:
         """See `headrace.hooks.contract.Scorer`."""
         prompt = asked.prompt or str(asked.messages[-1]["content"])
+        if "lost" in prompt:
+            await asyncio.Event().wait()
+        if "no number" in prompt:
+            return [float("nan")] * len(answers)
+        if "too few" in prompt:
+            return [1.0]
+        if "broken" in prompt:
+            raise ZeroDivisionError("its inside")
         if "unlucky" in prompt:
             raise HookUnavailable("not today")
         return [worth(prompt, answer) for answer in answers]
+
+
+class Moderation:
+    """Allows; of some prompts it says nothing, or nonsense."""
+
+    def __init__(self, text: str) -> None:
+        pass
+
+    async def judge(self, texts: Sequence[str]) -> Verdict:
+        """See `headrace.hooks.contract.Moderation`."""
+        text = " ".join(texts)
+        if "misplaced" in text:
+            await asyncio.Event().wait()
+        if "confused" in text:
+            return Verdict("perhaps")  # type: ignore[arg-type]
+        if "shattered" in text:
+            raise ZeroDivisionError("its inside")
+        return Verdict()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.e2e.hook_samples import worth
 from tests.e2e.serve_process import ServeProcess
-from tests.e2e.serving import Server, events
+from tests.e2e.serving import PATIENCE_S, Server, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 OTHERS = ("check=json", "cite=overlap:3", "score=tests.e2e.hook_samples.Scorer")
@@ -26,7 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "prompts").write_text("bomb\nwar => violence\n")
     (folder / "answers").write_text("secret\nold name => NEW\nhalt now => !stop\n")
     words = (f"moderation=words:{folder / 'prompts'}", f"filter=words:{folder / 'answers'}")
-    with Server(fake_step_ms=1.0, hook=(*words, *OTHERS)) as running:
+    hooks = (*words, *OTHERS, "moderation=tests.e2e.hook_samples.Moderation")
+    with Server(fake_step_ms=1.0, hook=hooks, hook_timeout_s=0.3) as running:
         yield running
         running.wait_idle()
 
@@ -188,6 +191,29 @@ def test_each_prompt_is_ranked_by_itself_and_no_score_is_an_error(server: Server
     status, headers, raw = server.request("POST", TEXT, {**body, "prompt": "unlucky"})
     assert (status, headers["retry-after"]) == (503, "1")
     assert json.loads(raw)["error"]["code"] == "hook_unavailable"
+
+
+FAILING = (
+    ("misplaced", 503, "hook_unavailable"), ("lost", 503, "hook_unavailable"),
+    ("confused", 500, "request_failed"), ("no number", 500, "request_failed"),
+    ("shattered", 500, "internal_error"), ("broken", 500, "internal_error"),
+    ("too few", 500, "internal_error"),
+)  # fmt: skip
+
+
+def test_a_hook_that_hangs_raises_or_talks_nonsense_fails_one_request(server: Server) -> None:
+    """All over one connection, which a fault of ours does not end; each frees its seat."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    with closing(connection):
+        for prompt, status, code in (*FAILING, ("fine", 200, None), *FAILING):
+            body = json.dumps({"prompt": prompt, "best_of": 2, "max_tokens": 4})
+            connection.request("POST", TEXT, body, {"content-type": "application/json"})
+            got = connection.getresponse()
+            raw = got.read()
+            assert got.status == status, (prompt, raw)
+            assert code is None or json.loads(raw)["error"]["code"] == code, prompt
+            assert b"inside" not in raw
+    server.wait_idle()
 
 
 def test_an_answer_is_linked_to_the_documents(server: Server) -> None:
