@@ -16,6 +16,8 @@
     │   ├── QueueFull               503  queue_full
     │   ├── TooManyStreams          503  too_many_streams
     │   ├── HookUnavailable         503  hook_unavailable (one that must have its say)
+    │   ├── RateLimited             429  rate_limit_exceeded (the tenant's own limit)
+    │   ├── TargetMissed            503  ttft_target_missed  (no worker would be in time)
     │   ├── NoWorker                503  no_worker        (none of the gateway's workers takes it)
     │   └── ShuttingDown            503  shutting_down
     ├── TimedOut                    504  timed_out   (the server's own limits of time)
@@ -36,6 +38,8 @@ begun, into an SSE error event. `code` is what travels in `messages.Done.error`.
 """
 
 from __future__ import annotations
+
+import math
 
 
 class HeadraceError(Exception):
@@ -153,6 +157,25 @@ class HookUnavailable(Busy):
     """A hook that must have its say could not be reached."""
 
     code = "hook_unavailable"
+
+
+class RateLimited(Busy):
+    """The tenant has used up what it may use now."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, wait_s: float = 0.0) -> None:
+        """wait_s: when it may be tried again; 0 = never."""
+        super().__init__(message)
+        self.retry_after_s = math.ceil(wait_s)
+
+
+class TargetMissed(Busy):
+    """No worker would answer within the time that the client set."""
+
+    code = "ttft_target_missed"
 
 
 class NoWorker(Busy):

@@ -30,6 +30,7 @@ from headrace.gateway.settings import (
     merge,
     read_fleet,
 )
+from headrace.gateway.tenants import Doorkeeper
 from headrace.observe.logs import configure_logging
 
 POLL_S = 0.2
@@ -76,6 +77,7 @@ def command(
     if not workers and config_file is None:
         raise ConfigError("no workers: --worker URL, or --config FILE", param="worker")
     settings = merge(file.gateway if file else {}, flags)
+    doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
     configure_logging(settings.log_level)
     registry: Registry = StaticRegistry(specs)
     if config_file is not None:
@@ -88,7 +90,7 @@ def command(
     except OSError as error:
         raise ConfigError(f"{settings.host}:{settings.port}: {error}", param="port") from None
     with sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, registry, sock, _say))
+        runner.run(serve(settings, registry, doorkeeper, sock, _say))
 
 
 def _say(gateway: Gateway) -> None:

@@ -33,9 +33,8 @@ def body_of(error: HeadraceError, path: str = "") -> dict[str, Any]:
 
 def headers_of(error: HeadraceError) -> Headers:
     """Retry-After, where trying again may help."""
-    if isinstance(error, Busy) or error.status == 503:
-        seconds = error.retry_after_s if isinstance(error, Busy) else 1
-        return [(b"retry-after", b"%d" % max(1, seconds))]
+    if isinstance(error, Busy) and error.retry_after_s:
+        return [(b"retry-after", b"%d" % error.retry_after_s)]
     return []
 
 

@@ -20,9 +20,11 @@ from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.prompt import GENERATES, Prompt, PromptReader
+from headrace.gateway.queue import Queue
 from headrace.gateway.registry import Registry
 from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.sse import Usage
+from headrace.gateway.tenants import Doorkeeper
 from headrace.gateway.worker import Worker
 from headrace.observe.metrics import CONTENT_TYPE
 
@@ -37,6 +39,7 @@ RELAYED = GENERATES | {
     "/tokenize",
     "/detokenize",
 }
+OPEN = frozenset({"/health", "/ready"})  # need no key
 DECISIONS = "/gateway/decisions/"
 TICK_S = 1.0
 MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
@@ -45,15 +48,19 @@ MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
 class Gateway:
     """One process. `run` serves until it is told to stop."""
 
-    def __init__(self, settings: GatewaySettings, registry: Registry) -> None:
+    def __init__(
+        self, settings: GatewaySettings, registry: Registry, doorkeeper: Doorkeeper
+    ) -> None:
         self.settings = settings
         self.registry = registry
         self.fleet = Fleet(settings)
         self.fleet.changed.append(self._worker_hangs)
         self.reader = PromptReader(settings.ask_usage)
-        self.metrics = GatewayMetrics(self.fleet)
+        self.doorkeeper = doorkeeper
+        self.queue = Queue(settings.max_queue, settings.starve_s)
+        self.metrics = GatewayMetrics(self.fleet, self.queue)
         self.decisions = Decisions(settings.decisions)
-        self.keyed = False
+        self._pumping = False
         self.draining = False
         self.exchanges: set[Exchange] = set()
         self.clients: set[Client] = set()
@@ -123,6 +130,21 @@ class Gateway:
                 client.check(now_s, settings.receive_timeout_s, settings.stall_timeout_s)
             for exchange in list(self.exchanges):
                 exchange.check(now_s)
+            for worker in self.fleet.workers.values():
+                for lease in list(worker.leases):
+                    lease.assume(now_s)
+            self.queue.expire(now_s)
+            self.pump_soon()
+
+    def pump_soon(self) -> None:
+        """A worker may have room: in the next turn, so that no call finds itself inside another."""
+        if len(self.queue) and not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        self.queue.pump(asyncio.get_running_loop().time())
 
     def _apply(self, specs: Any) -> None:
         self.fleet.apply(specs)
@@ -141,12 +163,16 @@ class Gateway:
     def _handle(self, client: Client, request: Request) -> Serving | None:
         path = request.path
         try:
+            if path not in OPEN:
+                if path == "/metrics" or path.startswith("/gateway/"):
+                    self.doorkeeper.admit_admin(request.known)
+                tenant = self.doorkeeper.admit(request.known)
             if path in RELAYED:
                 if request.method != b"POST":
                     raise WrongMethod(f"{path} takes POST")
                 if self.draining:
                     raise ShuttingDown("the gateway is stopping")
-                exchange = Exchange(self, client, request)
+                exchange = Exchange(self, client, request, tenant)
                 self.exchanges.add(exchange)
                 exchange.start()
                 return exchange
@@ -256,6 +282,7 @@ class Gateway:
         self.metrics.e2e_s.observe(took_s)
         self.decisions.ended(exchange.id, status, took_s)
         self.exchanges.discard(exchange)
+        self.pump_soon()
         if not self.exchanges:
             self._idle.set()
         elif not self.draining:
@@ -270,11 +297,12 @@ class _Drain(msgspec.Struct):
 async def serve(
     settings: GatewaySettings,
     registry: Registry,
+    doorkeeper: Doorkeeper,
     sock: socket.socket,
     ready: Callable[[Gateway], None],
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT. Call in the main thread."""
-    gateway = Gateway(settings, registry)
+    gateway = Gateway(settings, registry, doorkeeper)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.stop)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.errors import HeadraceError, NoWorker, TimedOut, WorkerLost
+from headrace.errors import HeadraceError, QueueFull, RateLimited, TimedOut, WorkerLost
 from headrace.gateway.answers import MESSAGES, event_of
 from headrace.gateway.connection import Client, Request
-from headrace.gateway.fleet import Placement
+from headrace.gateway.fleet import NoRoom, Placement
+from headrace.gateway.limits import Reservation
 from headrace.gateway.prompt import Prompt
+from headrace.gateway.queue import Waiting
 from headrace.gateway.sse import EventStream, Usage
+from headrace.gateway.tenants import Tenant
 from headrace.gateway.upstream import Headers, Upstream
 from headrace.gateway.worker import Worker
 
@@ -48,8 +52,12 @@ class _UsageOnly(msgspec.Struct):
 class Exchange:
     """The client's `Serving` and the worker's `Answer`."""
 
-    def __init__(self, gateway: Gateway, client: Client, request: Request) -> None:
+    def __init__(self, gateway: Gateway, client: Client, request: Request, tenant: Tenant) -> None:
         self._gateway, self._client, self._request = gateway, client, request
+        self._tenant = tenant
+        self._reservation: Reservation | None = None
+        self._waiting: Waiting | None = None
+        self._usage: Usage | None = None
         self.id = request_id(request)
         self.since_s = asyncio.get_running_loop().time()
         self.worker: Worker | None = None
@@ -79,14 +87,77 @@ class Exchange:
             self._prompt: Prompt = self._gateway.reader.read(
                 request.path, request.body, request.known
             )
-            self._place()
+            self._reserve()
+            if self._gateway.queue.waits_for(self._prompt.model):
+                self._wait()
+                self._gateway.pump_soon()
+            else:
+                self._place_or_wait()
         except HeadraceError as error:
             self._refuse(error)
+
+    def _reserve(self) -> None:
+        """Take what it may use from its tenant's limits, all of it before anything runs."""
+        prompt = self._prompt
+        tokens = prompt.prompt_tokens + prompt.output_tokens
+        try:
+            self._reservation = self._tenant.account.reserve(tokens, self.since_s)
+        except RateLimited:
+            self._gateway.metrics.limited.labels(self._tenant.name).inc()
+            raise
+
+    def _place_or_wait(self) -> None:
+        try:
+            self._place()
+        except NoRoom:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until a worker has room. Raises QueueFull where that would be in vain."""
+        queue, tier = self._gateway.queue, self._tenant.tier
+        if not tier.queue_s or queue.full:
+            raise QueueFull("every worker is busy, and no more may wait")
+        expected_s = queue.predicted_wait_s()
+        if expected_s > tier.queue_s:
+            late = QueueFull(f"a worker is expected to be free after {expected_s:.3g} s")
+            late.retry_after_s = math.ceil(expected_s - tier.queue_s)
+            raise late
+        self.worker = None
+        now_s = asyncio.get_running_loop().time()
+        self._waiting = Waiting(
+            self._tenant.name,
+            self._prompt.model,
+            tier.priority,
+            now_s,
+            now_s + tier.queue_s,
+            self._go,
+            self._late,
+        )
+        queue.add(self._waiting)
+
+    def _go(self) -> bool:
+        """A worker may have room. Whether it waits no more."""
+        assert self._waiting is not None, "it waits"
+        waited_s = asyncio.get_running_loop().time() - self._waiting.since_s
+        try:
+            self._place()
+        except NoRoom:
+            return False
+        except HeadraceError as error:
+            self._refuse(error)
+        self._waiting = None
+        self._gateway.metrics.queue_s.observe(waited_s)
+        return True
+
+    def _late(self) -> None:
+        self._waiting = None
+        self._refuse(QueueFull(f"no worker was free within {self._tenant.tier.queue_s:g} s"))
 
     def _place(self) -> None:
         placement = self._gateway.fleet.place(self._prompt, self._tried)
         self._placement, self.worker = placement, placement.worker
         self._tried.add(placement.worker.name)
+        self._gateway.queue.serve(self._tenant.name, placement.lease.uncached_tokens, 0)
         self._gateway.decided(self.id, self.since_s, self._prompt, placement)
         connection = placement.worker.pool.take()
         if connection is None:
@@ -115,7 +186,7 @@ class Exchange:
         assert self.worker is not None, "placed"
         self._upstream = connection
         request, spec = self._request, self.worker.spec
-        drop = NOT_SENT_ON | KEYS if spec.api_key or self._gateway.keyed else NOT_SENT_ON
+        drop = NOT_SENT_ON | KEYS if spec.api_key or self._gateway.doorkeeper.keyed else NOT_SENT_ON
         lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (request.method, request.target, self.worker.host)]
         lines += [b"%b: %b" % pair for pair in request.headers if pair[0] not in drop]
         if spec.api_key:
@@ -268,11 +339,12 @@ class Exchange:
         status, headers, held = self._status, self._headers, bytes(self._held)
         if self._placement is not None:
             self._placement.lease.end()
+            self._gateway.pump_soon()
         try:
             self._reset()
-            self._place()
+            self._place_or_wait()
             self._gateway.metrics.retries.inc()
-        except NoWorker as error:
+        except HeadraceError as error:
             if count or not held:
                 self._refuse(
                     WorkerLost("the worker failed, and no other can take it") if count else error
@@ -296,8 +368,15 @@ class Exchange:
 
     def _sent_back(self, headers: Headers) -> Headers:
         drop = NOT_SENT_BACK | {b"x-accel-buffering"}
-        kept = [pair for pair in headers if pair[0] not in drop]
-        return [*kept, (b"x-request-id", self.id.encode())]
+        own = self._own_headers()
+        if len(own) > 1:
+            headers = [pair for pair in headers if not pair[0].startswith(b"x-ratelimit-")]
+        return [*(pair for pair in headers if pair[0] not in drop), *own]
+
+    def _own_headers(self) -> Headers:
+        """The request's id and what is left of its tenant's limits."""
+        limits = self._tenant.account.headers(asyncio.get_running_loop().time())
+        return [(b"x-request-id", self.id.encode()), *limits]
 
     def _answer(self, status: int, headers: Headers, body: bytes) -> None:
         self._begun = True
@@ -308,7 +387,7 @@ class Exchange:
 
     def _refuse(self, error: HeadraceError) -> None:
         self._finish(error.status)
-        self._client.refuse(error, self._request.path, [(b"x-request-id", self.id.encode())])
+        self._client.refuse(error, self._request.path, self._own_headers())
 
     def client_gone(self) -> None:
         """Nobody listens: the worker stops at once."""
@@ -344,6 +423,9 @@ class Exchange:
             self._finish(error.status)
 
     def _drop_upstream(self) -> None:
+        if self._waiting is not None:
+            self._gateway.queue.remove(self._waiting)
+            self._waiting = None
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
@@ -370,6 +452,7 @@ class Exchange:
 
     def _used(self, usage: Usage) -> None:
         assert self._placement is not None, "placed"
+        self._usage = usage
         self._gateway.used(self.id, self._prompt, self._placement, usage)
 
     def _finish(self, status: int) -> None:
@@ -381,7 +464,26 @@ class Exchange:
             self._placement.lease.end()
         if self._events is not None:
             self._used(self._events.usage)
+        if self._reservation is not None:
+            tokens, output_tokens = self._used_tokens(status)
+            self._gateway.queue.serve(self._tenant.name, 0, output_tokens)
+            self._reservation.settle(tokens, asyncio.get_running_loop().time())
         self._gateway.ended(self, status)
+
+    def _used_tokens(self, status: int) -> tuple[int, int]:
+        """All tokens and output tokens that it used, as well as anybody can tell."""
+        assert self._reservation is not None, "reserved"
+        usage, events = self._usage, self._events
+        if usage is not None and usage.prompt_tokens >= 0:
+            output_tokens = max(0, usage.output_tokens)
+            return usage.prompt_tokens + output_tokens, output_tokens
+        if events is not None and events.events:  # about a token an event
+            return self._prompt.prompt_tokens + events.events, events.events
+        if status == 499 and self._placement is not None:
+            return self._prompt.prompt_tokens, 0
+        if status == 200:
+            return self._reservation.tokens, self._prompt.output_tokens
+        return 0, 0
 
 
 def request_id(request: Request) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from headrace.errors import NotFound, NoWorker
-from headrace.gateway.policy import POLICIES
+from headrace.errors import NotFound, NoWorker, TargetMissed
+from headrace.gateway.policy import POLICIES, predicted_ttft_s
 from headrace.gateway.prefix_index import PrefixIndex
 from headrace.gateway.prompt import Prompt
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
@@ -18,6 +18,10 @@ from headrace.gateway.view import Ask, Choice, FleetView, Knobs
 from headrace.gateway.worker import Lease, Worker
 
 log = logging.getLogger("headrace.gateway")
+
+
+class NoRoom(NoWorker):
+    """Workers are there, and all have as many requests as they take at once."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -68,11 +72,17 @@ class Fleet:
         return cards
 
     def place(self, prompt: Prompt, tried: Collection[str]) -> Placement:
-        """Choose a worker and take a lease on it. Raises NotFound or NoWorker."""
+        """Choose a worker and take a lease on it.
+
+        Raises NotFound, NoRoom, NoWorker or TargetMissed.
+        """
         now_s = asyncio.get_running_loop().time()
         serving = [worker for worker in self.workers.values() if worker.serves(prompt.model)]
-        free = [w for w in serving if w.may_take(now_s) and w.name not in tried]
+        able = [w for w in serving if w.may_take(now_s) and w.name not in tried]
+        free = [worker for worker in able if worker.has_room]
         if not free:
+            if able:
+                raise NoRoom("every worker has as many requests as it takes at once")
             if not serving and any(worker.models for worker in self.workers.values()):
                 raise NotFound(f"no worker serves the model {prompt.model!r}", param="model")
             raise NoWorker("no worker can take this request now")
@@ -80,6 +90,8 @@ class Fleet:
         view = FleetView(tuple(worker.view(now_s) for worker in free))
         held = self.index.match(prompt.chain, names)
         cached = tuple(min(int(n * prompt.chunk_tokens), prompt.prompt_tokens) for n in held)
+        if prompt.ttft_target_s:
+            self._check_target(prompt, view, cached)
         ask = Ask(
             prompt_tokens=prompt.prompt_tokens,
             cached_tokens=cached,
@@ -91,7 +103,9 @@ class Fleet:
         worker = free[choice.index]
         self._placed += 1
         uncached = prompt.prompt_tokens - cached[choice.index]
-        lease = Lease(worker, prompt.prompt_tokens, uncached, self._placed, now_s)
+        lease = Lease(
+            worker, prompt.prompt_tokens, uncached, self._placed, now_s, not prompt.streams
+        )
         if choice.cold:
             worker.last_cold = self._placed
         if worker.spec.cache_tokens:
@@ -99,6 +113,18 @@ class Fleet:
             self.index.set_capacity(worker.name, max(1, most))
         self.index.insert(prompt.chain, worker.name)
         return Placement(worker, lease, view, choice, cached)
+
+    def _check_target(self, prompt: Prompt, view: FleetView, cached: Sequence[int]) -> None:
+        """Refuse early what would be late everywhere."""
+        predicted_s = min(
+            predicted_ttft_s(worker, prompt.prompt_tokens - held, self._knobs)
+            for worker, held in zip(view.workers, cached, strict=True)
+        )
+        if predicted_s > prompt.ttft_target_s:
+            raise TargetMissed(
+                f"the first token is expected after {predicted_s:.3g} s, "
+                f"{prompt.ttft_target_s:g} s are allowed"
+            )
 
     # ------------------------------------------------------------ health
 

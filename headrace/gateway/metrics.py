@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace.gateway.fleet import Fleet
+from headrace.gateway.queue import Queue
 from headrace.gateway.worker import Worker
 from headrace.observe.metrics import FINE, WORK
 
@@ -16,8 +17,8 @@ NAME = "headrace_gateway"
 
 
 class _FleetGauges(Collector):
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, queue: Queue) -> None:
+        self._fleet, self._queue = fleet, queue
 
     def collect(self) -> Iterator[Metric]:
         """One sample a worker, and the size of the index."""
@@ -33,6 +34,9 @@ class _FleetGauges(Collector):
             for worker in self._fleet.workers.values():
                 family.add_metric([worker.name], float(read(worker)))
             yield family
+        waiting = GaugeMetricFamily(f"{NAME}_queue_length", "requests that wait for a worker")
+        waiting.add_metric([], len(self._queue))
+        yield waiting
         held = GaugeMetricFamily(f"{NAME}_index_bytes", "memory of the prefix index, at most")
         held.add_metric([], self._fleet.index.used_bytes)
         yield held
@@ -41,9 +45,9 @@ class _FleetGauges(Collector):
 class GatewayMetrics:
     """Counters and histograms of one gateway process."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, queue: Queue) -> None:
         self.registry = registry = CollectorRegistry()
-        registry.register(_FleetGauges(fleet))
+        registry.register(_FleetGauges(fleet, queue))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{NAME}_{name}", text, labels, registry=registry)
@@ -52,6 +56,7 @@ class GatewayMetrics:
             return Histogram(f"{NAME}_{name}", text, registry=registry, buckets=buckets)
 
         self.requests = counter("requests", "requests, by status (499: client gone)", "status")
+        self.limited = counter("limited", "requests over a limit of their tenant", "tenant")
         self.placements = counter("placements", "decisions", "worker", "reason")
         self.retries = counter("retries", "other attempts after a failed one")
         self.failures = counter("worker_failures", "failed attempts", "worker", "kind")
@@ -63,6 +68,7 @@ class GatewayMetrics:
             "tokens", "prompt, output, cached (as workers say) and predicted cached", "kind"
         )
         self.misses = counter("silent_misses", "a cached prefix was predicted, none was found")
+        self.queue_s = histogram("queue_seconds", "wait for a worker with room")
         self.decide_s = histogram("decide_seconds", "body read to worker chosen", WORK)
         self.ttfb_s = histogram("first_byte_seconds", "request whole to first byte of the answer")
         self.e2e_s = histogram("request_seconds", "request whole to the end of the answer")

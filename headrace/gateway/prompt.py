@@ -55,6 +55,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     chain: list[int]
     chunk_tokens: float
     session: str
+    ttft_target_s: float  # 0 = none
     prefix_key: bytes
 
 
@@ -105,6 +106,7 @@ class PromptReader:
             chain=chain,
             chunk_tokens=chunk_tokens,
             session=session or _text(said.session_id) or _text(said.user),
+            ttft_target_s=_target_s(headers.get(b"x-slo-ttft-ms", b"")),
             prefix_key=text[:CHUNK_BYTES],
         )
 
@@ -141,6 +143,14 @@ def _output_tokens(path: str, said: _Body) -> int:
     counts = [n for n in limits if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
     n = said.n if isinstance(said.n, int) and 1 <= said.n <= 1024 else 1
     return n * (max(counts) if counts else DEFAULT_OUTPUT_TOKENS)
+
+
+def _target_s(text: bytes) -> float:
+    if not text:
+        return 0.0
+    if not text.isdigit() or len(text) > 9:
+        raise InvalidRequest("x-slo-ttft-ms: whole milliseconds", param="x-slo-ttft-ms")
+    return int(text) / 1000
 
 
 def _text(value: Any) -> str:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import ConfigError
+from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
 
 PolicyName = Literal[
     "token_cost",
@@ -53,6 +54,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     breaker_open_s: SomeSeconds = 2.0
     connect_timeout_s: SomeSeconds = 2.0
     retries: Natural = 2
+    max_queue: Natural = 1024
+    starve_s: SomeSeconds = 10.0
     request_timeout_s: Seconds = 1800.0
     receive_timeout_s: SomeSeconds = 60.0
     stall_timeout_s: SomeSeconds = 60.0
@@ -80,6 +83,8 @@ HELP: Mapping[str, str] = {
     "breaker_open_s": "until it is tried again, with one request",
     "connect_timeout_s": "longest time to connect to a worker",
     "retries": "other attempts for a request of whose answer nothing was sent yet",
+    "max_queue": "requests that may wait for a worker with room (see max_requests of a worker)",
+    "starve_s": "one that has waited this long is next, whatever its tenant's priority",
     "request_timeout_s": "longest time from a request to the end of its answer; 0 = no limit",
     "receive_timeout_s": "a client that sends no whole request in this time is dropped",
     "stall_timeout_s": "a client that takes no bytes for this long is dropped",
@@ -99,6 +104,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     models: tuple[str, ...] = ()  # none = what it says in /v1/models
     api_key: str = ""  # sent to it
     health_path: str = "/health"
+    max_requests: Natural = 0  # more wait in the gateway; 0 = no limit
     cache_tokens: Natural = 0  # size of its KV cache; 0 = not known
     hung_after_s: Annotated[float, Meta(gt=0)] | None = None  # None = the gateway's
 
@@ -122,6 +128,8 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     gateway: dict[str, Any] = {}
     workers: tuple[WorkerSpec, ...] = ()
+    keys: tuple[KeySpec, ...] = ()
+    tiers: dict[str, TierSpec] = {}
 
 
 def read_fleet(path: Path) -> FleetFile:
@@ -135,6 +143,7 @@ def read_fleet(path: Path) -> FleetFile:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}", param="config") from None
     check_workers(fleet.workers)
+    Doorkeeper(fleet.keys, fleet.tiers)
     return fleet
 
 

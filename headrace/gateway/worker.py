@@ -41,6 +41,11 @@ class Worker:
         """Whether a new request may go here."""
         return self.up and not self.draining and not self.gone and self.breaker.admits(now_s)
 
+    @property
+    def has_room(self) -> bool:
+        """One more request would not have to wait there."""
+        return not self.spec.max_requests or len(self.leases) < self.spec.max_requests
+
     def serves(self, model: str) -> bool:
         """Whether it has that model; "" = any will do."""
         return not model or model in self.models
@@ -71,15 +76,23 @@ class Lease:
         "_before_tokens",
         "_begun",
         "prompt_tokens",
+        "silent",
         "since_s",
         "uncached_tokens",
         "worker",
     )
 
     def __init__(
-        self, worker: Worker, prompt_tokens: int, uncached_tokens: int, number: int, now_s: float
+        self,
+        worker: Worker,
+        prompt_tokens: int,
+        uncached_tokens: int,
+        number: int,
+        now_s: float,
+        silent: bool = False,
     ) -> None:
-        """number: of this placement among all."""
+        """number: of this placement among all. silent: its first token will not show."""
+        self.silent = silent
         self.worker, self.since_s = worker, now_s
         self.prompt_tokens, self.uncached_tokens = prompt_tokens, uncached_tokens
         self._begun = False
@@ -94,14 +107,25 @@ class Lease:
         """The first token came: its prompt is computed, its context decodes."""
         if self._begun or self not in self.worker.leases:
             return
-        worker, self._begun = self.worker, True
-        worker.waiting -= 1
-        worker.pending_tokens -= self.uncached_tokens
-        worker.decode_tokens += self.prompt_tokens
+        worker = self.worker
+        self._decodes()
         if self._before_tokens >= MIN_RATE_TOKENS and now_s > self.since_s:
             rate = self._before_tokens / (now_s - self.since_s)
             old = worker.prefill_tokens_per_s or rate
             worker.prefill_tokens_per_s = old + RATE_SHARE * (rate - old)
+
+    def assume(self, now_s: float) -> None:
+        """A silent one is thought to decode once its prompt can have been computed."""
+        rate = self.worker.prefill_tokens_per_s
+        passed_s = now_s - self.since_s
+        if self.silent and rate and not self._begun and passed_s * rate >= self._before_tokens:
+            self._decodes()
+
+    def _decodes(self) -> None:
+        worker, self._begun = self.worker, True
+        worker.waiting -= 1
+        worker.pending_tokens -= self.uncached_tokens
+        worker.decode_tokens += self.prompt_tokens
 
     def end(self) -> None:
         """It left, one way or another. A second call does nothing."""

@@ -14,6 +14,7 @@ import msgspec
 from headrace.gateway.app import Gateway
 from headrace.gateway.registry import Registry, StaticRegistry
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
+from headrace.gateway.tenants import Doorkeeper
 
 PATIENCE_S = 20.0  # for what should come at once
 
@@ -192,14 +193,23 @@ class Mock:
 
 @asynccontextmanager
 async def gateway(
-    *workers: Mock, registry: Registry | None = None, up: bool = True, **settings: Any
+    *workers: Mock,
+    registry: Registry | None = None,
+    doorkeeper: Doorkeeper | None = None,
+    up: bool = True,
+    max_requests: int = 0,
+    **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway before `workers`, all of them up. Ends clean: no request, no lease is left."""
     made = Gateway(
         msgspec.convert(
             {"port": 0, "check_interval_s": 0.05, "slow_start_s": 0, **settings}, GatewaySettings
         ),
-        registry or StaticRegistry([WorkerSpec(url=worker.url) for worker in workers]),
+        registry
+        or StaticRegistry(
+            [WorkerSpec(url=worker.url, max_requests=max_requests) for worker in workers]
+        ),
+        doorkeeper or Doorkeeper((), {}),
     )
     ready = asyncio.Event()
     sock = socket.create_server(("127.0.0.1", 0))
@@ -213,6 +223,7 @@ async def gateway(
         for worker in made.fleet.workers.values():
             counts = (worker.waiting, worker.pending_tokens, worker.decode_tokens)
             assert (len(worker.leases), *counts) == (0, 0, 0, 0), worker.name
+        assert not len(made.queue)
     finally:
         made.stop()
         made.stop()

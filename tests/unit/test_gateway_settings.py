@@ -96,3 +96,10 @@ def test_a_changed_file_changes_the_fleet_and_a_bad_one_does_not(tmp_path: Path)
     file.unlink()
     registry.tick()
     assert seen == [["http://more", "http://a"], ["http://more", "http://b"]]
+
+
+def test_a_key_of_a_tier_that_is_not_there_is_found_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text('[[keys]]\nkey = "a"\ntier = "gone"')
+    with pytest.raises(ConfigError, match="gone"):
+        read_fleet(file)
