@@ -106,11 +106,17 @@ def run_works(
         except Exception as error:  # whatever an engine raises: the other figures still count
             rows.say(work=work.name, failed=f"{type(error).__name__}: {error}")
         else:
-            rows.say(**figure(work, times_s, shape, limits), **facts())
+            more = facts()
+            hit = more.get("experts_hit", 0.0)
+            rows.say(**figure(work, times_s, shape, limits, hit), **more)
 
 
 def figure(
-    work: Work, times_s: Sequence[float], shape: Shape, limits: Limits | None
+    work: Work,
+    times_s: Sequence[float],
+    shape: Shape,
+    limits: Limits | None,
+    experts_hit: float = 0.0,
 ) -> Mapping[str, Any]:
     """One row: the median run, its rate, and the fraction of the card's limit it reached."""
     took_s = sorted(times_s)[len(times_s) // 2]
@@ -123,7 +129,7 @@ def figure(
         "ms_per_token": took_s / work.output_tokens * 1e3,
     }
     if limits is not None:
-        row["limit_s"] = limit_s(work, shape, limits)
+        row["limit_s"] = limit_s(work, shape, limits, experts_hit)
         row["fraction"] = row["limit_s"] / took_s
     return row
 

@@ -200,9 +200,16 @@ class Shape:
         lines = 1 if self.latent is not None else 2
         return lines * self.layers * self.kv_heads * self.head_dim * self.item_bytes
 
-    def step_bytes(self, context_tokens: int) -> int:
-        """Of a step whose rows together look back on `context_tokens` tokens of the KV cache."""
-        return self.weight_bytes + context_tokens * self.kv_token_bytes
+    def step_bytes(self, context_tokens: int, experts_hit: float = 0.0) -> float:
+        """Of a step whose rows together look back on `context_tokens` tokens of the KV cache.
+
+        `experts_hit`: routed experts that a layer read, on average; 0 = those of one token.
+        """
+        found = self.weight_bytes + context_tokens * self.kv_token_bytes
+        if self.mixture is None or not experts_hit:
+            return found
+        more = (experts_hit - self.mixture.chosen) * 3 * self.mixture.ffn * self.hidden
+        return found + more * (self.layers - self.mixture.dense_layers) * self.item_bytes
 
     def step_flops(self, tokens: int, rows: int, pairs: int) -> int:
         """Of a step of `tokens` tokens that draws for `rows` rows; `pairs`: (token, token it

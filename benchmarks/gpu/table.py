@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.gpu.work import ALL, LISTS
+from benchmarks.gpu.work import ALL, LISTS, Work
 
 RESULTS = Path(__file__).parent.parent / "results"
 OURS, PEER = "headrace", "vllm"
@@ -131,13 +131,21 @@ def _starts(rows: Rows) -> list[Line]:
 
 def _works(rows: Rows) -> list[Line]:
     found = []
+    mixture = any("experts_hit" in row for row in rows.all)
     for work in (*ALL, *LISTS["small"]):
         must, test = "", None
-        if work.must:
-            aim = f", aim {work.aim:.2f}" if work.aim else ""
-            must, test = f"ratio >= {work.must:.2f}{aim}", _reaches(work.must)
+        least, aim = (_of_mixture(work), 0.0) if mixture else (work.must, work.aim)
+        if least:
+            more = f", aim {aim:.2f}" if aim else ""
+            must, test = f"ratio >= {least:.2f}{more}", _reaches(least)
         found.append(_line(rows, work.name, "tok_s", must, test))
     return found
+
+
+def _of_mixture(work: Work) -> float:
+    """Least ratio: vLLM's kernels of mixtures leave more than those of dense models."""
+    few = work.kind == "wave" and work.requests <= 64
+    return (1.2 if few else 1.0) if work.must else 0.0
 
 
 def _reaches(least: float) -> Callable[[float, float], bool]:

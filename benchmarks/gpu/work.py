@@ -87,11 +87,11 @@ class Limits:
     flops: float  # of a large bfloat16 matrix product
 
 
-def limit_s(work: Work, shape: Shape, limits: Limits) -> float:
-    """Seconds that `work` takes at least."""
+def limit_s(work: Work, shape: Shape, limits: Limits, experts_hit: float = 0.0) -> float:
+    """Seconds that `work` takes at least; `experts_hit` as in `Shape.step_bytes`."""
 
     def step_s(tokens: int, context: int, pairs: int) -> float:
-        read_s = shape.step_bytes(context) / limits.read_bytes
+        read_s = shape.step_bytes(context, experts_hit) / limits.read_bytes
         return max(read_s, shape.step_flops(tokens, work.requests, pairs) / limits.flops)
 
     n, prompt = work.requests, work.prompt_tokens
