@@ -9,6 +9,8 @@ import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 
+from headrace.backends.cpu.device import cores
+from headrace.bench.html import page
 from headrace.bench.job import Progress
 from headrace.bench.load import Target, first_model, run_loop
 from headrace.bench.measure import Meter
@@ -46,6 +48,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     out: Path | None
     requests_out: Path | None
+    html: Path | None
+    plot: Path | None
 
 
 class Screen:
@@ -97,6 +101,16 @@ def run(asked: Run) -> list[Level]:
     if asked.out:
         save([report], asked.out)
         console.print(f"written: {asked.out}")
+    if asked.html:
+        asked.html.parent.mkdir(parents=True, exist_ok=True)
+        asked.html.write_text(page(report))
+        console.print(f"written: {asked.html}")
+    if asked.plot:
+        from headrace.bench.plot import plot
+
+        title = f"{report.name}: {report.conditions['date']}"
+        plot({report.name: report.levels}, asked.plot, title=title, cores=cores())
+        console.print(f"written: {asked.plot.with_suffix('.svg')} and .png")
     if asked.requests_out:
         console.print(f"written: {asked.requests_out}")
     return report.levels

@@ -1,4 +1,7 @@
-"""Four panels against concurrency: latency, inter-token latency, throughput, CPU use."""
+"""Four panels against the load: latency, inter-token latency, throughput, CPU use.
+
+The load is the number of sessions at once; where a level was an open loop, requests a second.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,25 @@ Panel = tuple[str, str, Callable[[Level], float | None]]  # title, unit, value
 LATENCY: Panel = ("End-to-end latency, mean", "seconds", lambda x: _mean(x.e2e_s, 1))
 GAP: Panel = ("Inter-token latency, mean", "milliseconds", lambda x: _mean(x.itl_s, 1e3))
 RATE: Panel = ("Throughput", "output tokens / s", lambda x: x.output_tokens_per_s)
+
+
+def _by_rate(series: Mapping[str, Sequence[Level]]) -> bool:
+    return any(level.open_loop for levels in series.values() for level in levels)
+
+
+def _points(
+    series: Mapping[str, Sequence[Level]],
+    levels: Sequence[Level],
+    value: Callable[[Level], float | None],
+) -> tuple[list[float], list[float]]:
+    """Columns x and y of the levels that have a value, in the order of x."""
+    by_rate = _by_rate(series)
+    points = sorted(
+        (x.requests_per_s if by_rate else x.concurrency, y)
+        for x in levels
+        if (y := value(x)) is not None
+    )
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def plot(series: Mapping[str, Sequence[Level]], stem: Path, *, title: str, cores: int) -> None:
@@ -70,8 +92,9 @@ def _lines(axis: Any, series: Mapping[str, Sequence[Level]], panel: Panel, *, lo
 
     title, unit, value = panel
     for colour, (name, levels) in zip(COLOURS, series.items(), strict=False):
-        points = [(x.concurrency, y) for x in levels if (y := value(x)) is not None]
-        axis.plot(*_columns(points), marker="o", markersize=4, color=colour, label=name)
+        axis.plot(
+            *_points(series, levels, value), marker="o", markersize=4, color=colour, label=name
+        )
     _frame(axis, series, title, unit)
     if log:
         axis.set_yscale("log")
@@ -84,16 +107,15 @@ def _lines(axis: Any, series: Mapping[str, Sequence[Level]], panel: Panel, *, lo
 
 def _cpu(axis: Any, series: Mapping[str, Sequence[Level]], cores: int) -> None:
     """Solid: share of the machine's cores that the server used. Dashed: requests in flight."""
+
+    def used(level: Level) -> float | None:
+        return None if level.server_cores is None else level.server_cores / cores * 100
+
     flight = axis.twinx()
     for colour, (_, levels) in zip(COLOURS, series.items(), strict=False):
-        used = [
-            (x.concurrency, x.server_cores / cores * 100)
-            for x in levels
-            if x.server_cores is not None
-        ]
-        axis.plot(*_columns(used), marker="o", markersize=4, color=colour)
-        open_ = [(x.concurrency, x.in_flight) for x in levels]
-        flight.plot(*_columns(open_), linestyle="--", linewidth=1, color=colour)
+        axis.plot(*_points(series, levels, used), marker="o", markersize=4, color=colour)
+        open_ = _points(series, levels, lambda x: x.in_flight)
+        flight.plot(*open_, linestyle="--", linewidth=1, color=colour)
     _frame(axis, series, "Server CPU (solid), requests in flight (dashed)", f"% of {cores} cores")
     axis.set_ylim(0, 105)
     flight.set_ylabel("requests in flight, mean")
@@ -101,16 +123,16 @@ def _cpu(axis: Any, series: Mapping[str, Sequence[Level]], cores: int) -> None:
     flight.grid(visible=False)
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
 def _frame(axis: Any, series: Mapping[str, Sequence[Level]], title: str, unit: str) -> None:
     ticks = sorted({x.concurrency for levels in series.values() for x in levels})
     axis.patch.set_alpha(0)
     axis.set_title(title, fontsize=10)
-    axis.set_xlabel("requests at once")
     axis.set_ylabel(unit)
+    if _by_rate(series):
+        axis.set_xlabel("requests answered a second")
+        axis.set_xlim(left=0)
+        return
+    axis.set_xlabel("requests at once")
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.minorticks_off()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from headrace.bench.lengths import FORMS, Lengths, parse_lengths
 from headrace.bench.stats import SLOS
@@ -180,6 +181,8 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--scrape/--no-scrape", {"default": True, "help": "read the server's /metrics each second"}),
     ("--name", {"default": "", "help": "of this run in the report; default: the model"}),
     ("--out", {"type": FILE, "help": "JSON report"}),
+    ("--html", {"type": FILE, "help": "the report as one HTML page"}),
+    ("--plot", {"type": FILE, "help": "four panels: this name with .svg and with .png"}),
     ("--requests-out", {"type": FILE, "help": "JSON, one line a request"}),
 )
 
@@ -277,6 +280,8 @@ def command(context: click.Context, /, **asked: Any) -> None:
                 name=asked["name"],
                 out=asked["out"],
                 requests_out=asked["requests_out"],
+                html=asked["html"],
+                plot=asked["plot"],
             )
         )
     except EngineError as error:
@@ -284,3 +289,25 @@ def command(context: click.Context, /, **asked: Any) -> None:
     failed = [sum(itertools.chain(x.errors.values(), x.sheds.values())) for x in found]
     if all(count == x.requests for count, x in zip(failed, found, strict=True)):
         raise SystemExit(1)
+
+
+@command.command("compare")
+@click.argument("a", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("b", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def compare(a: Path, b: Path) -> None:
+    """What changed from the report A to the report B, for the levels that both have."""
+    from rich.console import Console
+
+    from headrace.bench.compare import compared, differences
+    from headrace.bench.report import read
+
+    pairs = []
+    for file in (a, b):
+        try:
+            pairs.append(read(file)[0])
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise ConfigError(f"{file} is no report of headrace bench: {error}") from None
+    console = Console(width=None if Console().is_terminal else 200)
+    for line in differences(*pairs):
+        console.print(f"not the same: {line}", highlight=False, markup=False)
+    console.print(compared(*pairs, a.stem, b.stem))

@@ -8,10 +8,12 @@ import json
 import os
 import time
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
 
+from headrace.bench.compare import rows
 from headrace.bench.cpu import CpuMeter
 from headrace.bench.exchange import Exchange
 from headrace.bench.job import Job, run_job
@@ -19,7 +21,7 @@ from headrace.bench.load import Target, first_model
 from headrace.bench.measure import measure
 from headrace.bench.report import HEADINGS, cells, markdown, notes, read, table
 from headrace.bench.sse import EventReader
-from headrace.bench.stats import Level, Record, Shape
+from headrace.bench.stats import FORMULAS, Level, Record, Shape
 from headrace.bench.workers import run_workers
 from headrace.bench.workload import Workload
 from headrace.cli.bench import command
@@ -251,10 +253,10 @@ async def test_open_loop_over_sockets_with_metrics_and_a_line_a_request(tmp_path
     assert set(found.server) == {"headrace_running"}
     assert report.slo_ms == {"ttft": 10000}
     assert report.workload.nonce == "n"
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert len(rows) == 20
-    assert all(row["level"] == "40/s" and row["sent_s"] >= row["planned_s"] for row in rows)
-    for row in rows:
+    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(written) == 20
+    assert all(row["level"] == "40/s" and row["sent_s"] >= row["planned_s"] for row in written)
+    for row in written:
         assert row["ttft_s"] == pytest.approx(row["chunks_s"][0] - row["sent_s"])
 
 
@@ -387,3 +389,56 @@ async def test_tables_and_plot(tmp_path: Any) -> None:
     assert (tmp_path / "four.png").read_bytes().startswith(b"\x89PNG")
     plot({"one": levels, "two": levels[:1]}, tmp_path / "again", title="t", cores=2)
     assert (tmp_path / "again.svg").read_text() == svg
+
+
+async def test_reports_of_an_open_loop(tmp_path: Any) -> None:
+    """HTML that needs nothing else, the plot, and a comparison of two runs."""
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    page, stem = tmp_path / "r.html", tmp_path / "four"
+    async with scripted(steady) as server:
+        pictures = ["--html", str(page), "--plot", str(stem)]
+        for file, rate, more in zip(files, ("40,80", "80,90"), ([], pictures), strict=True):
+            result = await invoke(
+                *f"--url {server.url} --rate {rate} --requests 8 --slo itl:9999".split(),
+                *("--name", "<run> & co", "--out", str(file), "--nonce", "<b>", *more),
+            )
+            assert result.exit_code == 0, result.output
+    text = page.read_text()
+    document = ElementTree.fromstring(
+        text.replace("<!doctype html>", "")
+        .replace("<meta ", "<i ")
+        .replace('charset="utf-8">', 'charset="utf-8"/>')
+        .replace('scale=1">', 'scale=1"/>')
+    )
+    assert document.findtext("body/h1") == "<run> & co"
+    assert len(document.findall(".//{*}svg")) == 5
+    assert "src=" not in text
+    assert "href=" not in text
+    shown = "".join(document.itertext())
+    assert all(formula in shown for formula in FORMULAS.values())
+    assert (tmp_path / "four.svg").exists()
+    assert (tmp_path / "four.png").exists()
+    result = await invoke("compare", *map(str, files))
+    assert result.exit_code == 0, result.output
+    assert "80/s" in result.output
+    assert "at 40/s: only in the first" in result.output
+    assert "TTFT p99 ms" in result.output
+    (a,), (b,) = map(read, files)
+    found = {row.figure: row for row in rows(a.levels, b.levels)}
+    one, two = a.levels[1], b.levels[0]
+    assert found["tok/s"].change == pytest.approx(
+        two.output_tokens_per_s / one.output_tokens_per_s - 1
+    )
+    assert found["tok/s"].better is (two.output_tokens_per_s > one.output_tokens_per_s)
+    assert one.e2e_s is not None
+    assert two.e2e_s is not None
+    assert found["E2E mean s"].better is (two.e2e_s.mean < one.e2e_s.mean)
+    assert "errors" not in found
+
+
+def test_compare_refuses_what_is_no_report(tmp_path: Any) -> None:
+    file = tmp_path / "x.json"
+    for text in ("{}", "[]", "no"):
+        file.write_text(text)
+        result = CliRunner().invoke(command, ["compare", str(file), str(file)])
+        assert isinstance(result.exception, ConfigError)

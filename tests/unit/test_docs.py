@@ -14,6 +14,8 @@ from headrace.api.embeddings import Embeddings
 from headrace.api.pooled import MAX_INPUTS, Pooled
 from headrace.api.schemas import ACCEPTED, MAX_N, MAX_STOP_IDS, MAX_STOPS, NOT_YET, Chat, Completion
 from headrace.api.score import Score
+from headrace.bench.stats import FORMULAS, SLOS
+from headrace.cli.bench import OPTIONS
 from headrace.draws import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -74,3 +76,17 @@ def test_the_examples_of_embeddings_run() -> None:
         patch.setenv("HEADRACE_BACKEND", "fake")
         exec(compile(code, "docs/embeddings.md", "exec"), {})
     assert -1.001 <= float(shown.getvalue()) <= 1.001
+
+
+def test_the_page_of_bench_names_every_option_and_formula() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    for name, formula in FORMULAS.items():
+        assert f"| {name} | {formula} |" in page
+    named = set(re.findall(r"--[a-z-]+", page))
+    plain = {"--url", "--model", "--api-key", "--endpoint", "--stream", "--temperature"}
+    plain |= {"--timeout", "--name"}  # what they do is what they are called
+    for option, _ in OPTIONS:
+        yes, _, no = option.partition("/")
+        assert named & {yes, no} or yes in plain, option
+    for name in SLOS:
+        assert name in page
