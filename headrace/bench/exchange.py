@@ -41,7 +41,9 @@ class _Choice(msgspec.Struct):
         said = self.delta or self.message
         if said is None:
             return ""
-        calls = [call.function for call in said.tool_calls or () if call.function]
+        if not said.tool_calls:
+            return said.content or ""
+        calls = [call.function for call in said.tool_calls if call.function]
         return (said.content or "") + "".join((c.name or "") + (c.arguments or "") for c in calls)
 
     def thinks(self) -> bool:

@@ -12,8 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.bench.load import Target, client_session
 from headrace.bench.stats import ServerMetric
 
-PREFIXES = ("headrace_", "vllm:", "sglang:", "llamacpp:", "trtllm_", "tgi_", "process_")
-PREFIXES += ("nvidia_smi_", "DCGM_FI_")  # a GPU's exporter behind the same page
+PREFIXES = (
+    *("headrace_", "vllm:", "sglang:", "llamacpp:", "trtllm_", "tgi_", "process_"),
+    *("nvidia_smi_", "DCGM_FI_"),  # a GPU's exporter behind the same page
+)
 PERIOD_S = 1.0
 
 

@@ -299,15 +299,16 @@ def compare(a: Path, b: Path) -> None:
     from rich.console import Console
 
     from headrace.bench.compare import compared, differences
-    from headrace.bench.report import read
+    from headrace.bench.report import Report, read
 
-    pairs = []
-    for file in (a, b):
+    def report(file: Path) -> Report:
         try:
-            pairs.append(read(file)[0])
+            return read(file)[0]
         except (msgspec.MsgspecError, IndexError) as error:
             raise ConfigError(f"{file} is no report of headrace bench: {error}") from None
+
+    one, two = report(a), report(b)
     console = Console(width=None if Console().is_terminal else 200)
-    for line in differences(*pairs):
+    for line in differences(one, two):
         console.print(f"not the same: {line}", highlight=False, markup=False)
-    console.print(compared(*pairs, a.stem, b.stem))
+    console.print(compared(one, two, a.stem, b.stem))

@@ -15,7 +15,8 @@ from headrace.api.pooled import MAX_INPUTS, Pooled
 from headrace.api.schemas import ACCEPTED, MAX_N, MAX_STOP_IDS, MAX_STOPS, NOT_YET, Chat, Completion
 from headrace.api.score import Score
 from headrace.bench.stats import FORMULAS, SLOS
-from headrace.cli.bench import OPTIONS
+from headrace.cli.bench import OPTIONS, workload_of
+from headrace.cli.bench import command as bench
 from headrace.draws import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -90,3 +91,18 @@ def test_the_page_of_bench_names_every_option_and_formula() -> None:
         assert named & {yes, no} or yes in plain, option
     for name in SLOS:
         assert name in page
+
+
+def test_the_examples_of_bench_are_options_that_exist(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    lines = [line.partition(" #")[0].split()[2:] for line in block.splitlines()]
+    assert len(lines) == 5
+    for arguments in lines:
+        if arguments[0] == "compare":
+            assert len(arguments) == 3
+            continue
+        context = bench.make_context("bench", arguments)
+        assert not context.args
+        if not context.params["trace"]:
+            workload_of(context.params)
