@@ -4,8 +4,8 @@
 
 A child process answers with the role chunk at once, the first token after 200 ms, then a token each
 20 ms, 40 in all, and the end 30 ms after the last. Delays are kept by absolute times, so that what
-a busy server would add does not add up. Prints each figure beside what it must be, the error, and
-fails when a mean or median is off by more than 1 % and 1 ms. It needs a machine with an idle core for each side;
+a busy server would add does not add up. Prints each figure beside what it must be, and fails when
+a mean or median is off by more than 1 ms and more than 1 %. It needs an idle core for each side;
 exactness of the sums is tested on a virtual clock (tests/unit/test_bench_drive.py).
 """
 
@@ -55,8 +55,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def until(at_s: float) -> None:
-    while (wait_s := at_s - time.monotonic()) > 0:
-        await asyncio.sleep(wait_s)
+    await asyncio.sleep(max(0.0, at_s - time.monotonic()))
 
 
 async def serve() -> None:
