@@ -204,21 +204,20 @@ def test_events_carry_the_tokens_whose_text_they_carry(server: Server) -> None:
 
 
 def test_echo_begins_with_null(server: Server) -> None:  # B021, B023
-    prompt = "\n7. Dana owns 30"
-    for given in (prompt, list(prompt.encode())):
-        answer = post(
-            server,
-            "/v1/completions",
-            {"prompt": given, "echo": True, "logprobs": 1, "max_tokens": 4, "temperature": 0},
-        )
-        (choice,) = answer["choices"]
-        assert choice["text"].startswith(prompt)
-        logprobs = choice["logprobs"]
-        assert "".join(logprobs["tokens"]) == choice["text"]
-        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-        ids = list(choice["text"].encode())
-        said = expected(ids[:1], ids[1:], 1)
-        assert logprobs["token_logprobs"][1:] == pytest.approx([one.logprob for one in said])
+    """Combinations: with a warm prefix cache, and n = 2, too."""
+    prompt = "\n7. Dana owns 30 and more than a block of the cache holds"
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 4, "temperature": 0}
+    for more in ({}, {"prompt": list(prompt.encode())}, {"n": 2}):
+        for choice in post(server, "/v1/completions", {**body, **more})["choices"]:
+            assert choice["text"].startswith(prompt)
+            logprobs = choice["logprobs"]
+            assert "".join(logprobs["tokens"]) == choice["text"]
+            assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+            ids = list(choice["text"].encode())
+            said = expected(ids[:1], ids[1:], 1)
+            assert logprobs["token_logprobs"][1:] == pytest.approx([one.logprob for one in said])
+    warm = post(server, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     plain = post(server, "/v1/completions", {"prompt": [1, 2, 3, 4, 5], "echo": True})
     assert plain["choices"][0]["text"].startswith("\x01\x02\x03\x04\x05")
 

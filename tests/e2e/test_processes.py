@@ -59,9 +59,10 @@ def code_of(raw: bytes) -> str:
 
 
 def test_sigterm_lets_streams_end_and_admits_nothing() -> None:
+    """Combinations: SIGTERM during 20 streams."""
     body = {**LONG, "max_tokens": 200}
     with Server(fake_step_ms=10.0, shutdown_timeout_s=25.0) as server:
-        with crowd(server, 4, 2, body) as (streams, wholes):
+        with crowd(server, 20, 2, body) as (streams, wholes):
             server.apis[0].send_signal(signal.SIGTERM)
             server.wait(lambda: server.get("/ready")[0] == 503, "not ready")
             assert server.get("/health")[0] == 200
