@@ -7,7 +7,7 @@ that asks for nothing. Unknown: accepted and named in a response header and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -237,8 +237,11 @@ def parse(kind: type[T], body: Mapping[str, Any], *, strict: bool = False) -> tu
         request = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise _named(error) from None
+    for field, value in body.items():
+        if field in known and field != "messages":
+            unknown += _unknown_within(getattr(request, field), value, field)
     if isinstance(request, Generation):
-        unknown += _check(request, body)
+        _check(request)
     if strict and unknown:
         shown = ", ".join(name[:MAX_NAME] for name in unknown[:MAX_NAMES])
         rest = f" and {len(unknown) - MAX_NAMES} more" if len(unknown) > MAX_NAMES else ""
@@ -248,8 +251,20 @@ def parse(kind: type[T], body: Mapping[str, Any], *, strict: bool = False) -> tu
     return request, unknown
 
 
-def _check(request: Generation, body: Mapping[str, Any]) -> list[str]:
-    """Rules between fields; returns unknown names inside stream_options."""
+def _unknown_within(value: Any, given: Any, name: str) -> Iterator[str]:
+    """Members that nobody knows of a field made of `given`; where they are free, all are known."""
+    if not isinstance(value, msgspec.Struct) or not isinstance(given, Mapping):
+        return
+    members = dict(zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True))
+    for member, inner in given.items():
+        if member not in members:
+            yield f"{name}.{member}"
+        else:
+            yield from _unknown_within(getattr(value, members[member]), inner, f"{name}.{member}")
+
+
+def _check(request: Generation) -> None:
+    """Rules between fields."""
     _check_choices(request)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if "" in stops:
@@ -258,8 +273,6 @@ def _check(request: Generation, body: Mapping[str, Any]) -> list[str]:
         raise InvalidRequest(f"a stop string is over {MAX_STOP_CHARS} characters", param="stop")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream = true", param="stream_options")
-    options = body.get("stream_options") or {}
-    return [f"stream_options.{name}" for name in options if not hasattr(StreamOptions, name)]
 
 
 def _check_choices(request: Generation) -> None:

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.api.app import create_app
 from headrace.api.exchange import Exchanges
+from headrace.api.response_store import Kept
 from headrace.api.resume import Streams
 from headrace.api.seats import Seats
 from headrace.api.service import Service
@@ -40,6 +41,27 @@ async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        (Settings(response_store_count=0), []),
+        (Settings(response_store_count=2), ["b", "c"]),
+        (Settings(response_store_bytes=29), ["b", "c"]),
+        (Settings(response_store_ttl_s=1e-9), []),
+        (Settings(), ["a", "b", "c"]),
+    ],
+)
+async def test_responses_are_kept_as_set(settings: Settings, left: list[str]) -> None:
+    metrics = ApiMetrics("fake", CollectorRegistry())
+    card, tokenizer = read_card(FILES), load_tokenizer(FILES)
+    store = Service(settings, "fake", card, tokenizer, EngineClient(Path()), metrics).responses
+    await store.start()
+    for name in "abc":
+        assert await store.put(name, Kept(b"12345", b"1234", b"1")) == store.enabled
+    assert [name for name in "abc" if await store.get(name) is not None] == left
+    await store.close()
 
 
 async def test_while_loading(http: httpx.AsyncClient) -> None:

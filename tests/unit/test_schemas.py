@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.api.body import decode
+from headrace.api.message_blocks import Messages
 from headrace.api.schemas import MAX_N, NOT_YET, Chat, Completion, parse
 from headrace.draws import MAX_BIASES
 from headrace.errors import InvalidRequest
@@ -155,6 +156,13 @@ def test_harmless_fields_of_the_reference_never_matter() -> None:
 def test_unknown_fields_are_accepted_and_named() -> None:
     _, unknown = chat(banana=1, bootstrap_host="10.0.0.1", stream=True, stream_options={"sauce": 1})
     assert unknown == ["banana", "bootstrap_host", "stream_options.sauce"]
+    schema = {"name": "x", "schema": {"anything": 1}, "peel": 1}
+    _, unknown = chat(response_format={"type": "json_schema", "json_schema": schema, "stalk": 1})
+    assert unknown == ["response_format.json_schema.peel", "response_format.stalk"]
+    body = {"messages": USER, "max_tokens": 1, "metadata": {"user_id": "u", "seed": 1}}
+    assert parse(Messages, body)[1] == ["metadata.seed"]
+    with pytest.raises(InvalidRequest, match=r"unknown: metadata\.seed"):
+        parse(Messages, body, strict=True)
 
 
 def test_token_limits() -> None:
