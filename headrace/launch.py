@@ -35,7 +35,8 @@ from headrace.pages import give_back
 from headrace.sources.files import ModelFiles
 
 if TYPE_CHECKING:
-    from headrace.engine.protocol import ServingEngine
+    from headrace.engine.protocol import Capacity, ServingEngine
+    from headrace.kv.cache import KVCache
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
 Progress = Callable[[int, int], None]  # (bytes of weights that are loaded, bytes in all)
@@ -74,7 +75,6 @@ def build_engine(
 
         return build_naive(settings, files, report)
     from headrace.engine.loop import Engine
-    from headrace.kv.cache import KVCache
 
     fake = settings.backend == "fake"
     runner = _fake_runner(settings) if fake else _torch_runner(settings, files, report, progress)
@@ -82,7 +82,7 @@ def build_engine(
     target_s = resolve_itl_target_s(settings, facts.cost)
     if target_s.value:
         report(f"{'ITL target':13} {target_s.value * 1000:.0f} ms: {target_s.reason}", 0.0)
-    kv = KVCache(facts.kv_blocks[0], facts.block_size, prefix_caching=settings.prefix_caching)
+    kv = make_cache(facts, prefix_caching=settings.prefix_caching)
     engine = Engine(
         settings,
         kv,
@@ -102,6 +102,17 @@ def build_engine(
         labels=facts.labels,
         generates=facts.generates,
     )
+
+
+def make_cache(facts: Capacity, *, prefix_caching: bool) -> KVCache:
+    """The KV cache of a runner: one whose blocks leave the window, where every layer has one."""
+    from headrace.kv.cache import KVCache
+    from headrace.kv.window import WindowCache
+
+    (blocks,) = facts.kv_blocks
+    if facts.window:
+        return WindowCache(blocks, facts.block_size, prefix_caching, window=facts.window)
+    return KVCache(blocks, facts.block_size, prefix_caching)
 
 
 def build_grammars(settings: Settings, files: ModelFiles, vocab_size: int) -> Any:

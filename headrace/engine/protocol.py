@@ -101,6 +101,7 @@ class Capacity(msgspec.Struct, frozen=True):
     generates: bool = True  # False: there is no output layer, and nothing can be drawn
     long_from: int = 0  # prompts of more tokens have other K and V; 0 = all have alike
     each_length: bool = False  # ... and so has every length of those
+    window: int = 0  # newest tokens that any layer reads, a query's own among them; 0 = all
 
     def variant(self, prompt_tokens: int) -> str:
         """Requests whose prompts share a prefix have the same K and V for it, if theirs is the

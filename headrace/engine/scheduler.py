@@ -291,7 +291,7 @@ class Scheduler:
             return
         worse = [s for s in self.running if may_preempt(head.key, s.key)]
         rows = len(self._free_rows) + sum(1 + len(s.spare_rows) for s in worse)
-        blocks = sum(len(s.table.blocks) for s in worse) + self.kv.free_blocks
+        blocks = sum(len(s.table.held) for s in worse) + self.kv.free_blocks
         need = self._need(head)
         if rows < head.request.rows or blocks + self.kv.limbo_blocks < need:
             return  # it would not fit even then

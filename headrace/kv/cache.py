@@ -22,16 +22,22 @@ class Table:
     """What one sequence holds. Only KVCache changes it.
 
     `digests[i]` is the chain digest of block i of the sequence's tokens; it depends on tokens alone
-    and so outlives a release. Blocks [0, published) need no more publishing.
+    and so outlives a release. Blocks [0, published) need no more publishing. Blocks [0, freed) are
+    not held any more: nothing reads them, and their ids mean nothing.
     """
 
-    __slots__ = ("blocks", "digests", "published", "root")
+    __slots__ = ("blocks", "digests", "freed", "published", "root")
 
     def __init__(self, root: bytes) -> None:
         self.root = root
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
-        self.published = 0
+        self.published = self.freed = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it holds a reference on."""
+        return self.blocks[self.freed :]
 
 
 class Grant:
@@ -100,9 +106,9 @@ class KVCache:
     def probe(self, table: Table, tokens: Sequence[int], upto_tokens: int) -> int:
         """Blocks that `match` and then `reserve(upto_tokens)` would take off the free list."""
         references = self._pool.references
-        hits = self._hits(table, tokens)
+        skipped, hits = self._hits(table, tokens)
         revived = sum(1 for block in hits if references[block] == 0)
-        return self.blocks_for(upto_tokens) - len(hits) + revived
+        return self.blocks_for(upto_tokens) - skipped - len(hits) + revived
 
     def match(self, table: Table, tokens: Sequence[int]) -> int:
         """Take references on the longest cached prefix of `tokens`; returns its tokens.
@@ -111,16 +117,17 @@ class KVCache:
         Needs: the table holds nothing.
         """
         assert not table.blocks, "match on a table that holds blocks"
-        hits = self._hits(table, tokens)
+        skipped, hits = self._hits(table, tokens)
         for block in hits:
             self._pool.hold(block)
         if hits:
-            table.blocks = hits
-            table.published = len(hits)
+            table.blocks = hits[:1] * skipped + hits
+            table.freed, table.published = skipped, skipped + len(hits)
             self._tables.add(table)
-        return len(hits) * self.block_size
+        return len(table.blocks) * self.block_size
 
-    def _hits(self, table: Table, tokens: Sequence[int]) -> list[int]:
+    def _hits(self, table: Table, tokens: Sequence[int]) -> tuple[int, list[int]]:
+        """Blocks of the longest cached prefix: how many at its start are not needed, the others."""
         hits: list[int] = []
         if self.prefix_caching:
             for i in range(len(tokens) // self.block_size):
@@ -128,7 +135,7 @@ class KVCache:
                 if block is None:
                     break
                 hits.append(block)
-        return hits
+        return 0, hits
 
     def _digest(self, table: Table, tokens: Sequence[int], i: int) -> bytes:
         """Digest of block i. Digests are made in order, each once."""
@@ -184,8 +191,9 @@ class KVCache:
         twin = Table(table.root)
         twin.blocks = table.blocks.copy()
         twin.digests = table.digests.copy()
-        twin.published = table.published
-        for block in twin.blocks:
+        twin.published, twin.freed = table.published, table.freed
+        twin.blocks[: twin.freed] = table.held[:1] * twin.freed
+        for block in twin.held:
             self._pool.hold(block)
         if twin.blocks:
             self._tables.add(twin)
@@ -196,9 +204,9 @@ class KVCache:
 
         They are handed out again only once that step has finished. The table can be matched again.
         """
-        blocks = table.blocks[::-1]  # tails are evicted before heads: a hit needs its head
+        blocks = table.held[::-1]  # tails are evicted before heads: a hit needs its head
         table.blocks = []
-        table.published = 0
+        table.published = table.freed = 0
         self._tables.discard(table)
         if step <= self._finished:
             self._free(blocks)
@@ -228,7 +236,7 @@ class KVCache:
         """Raise AssertionError with a message if any invariant is broken. O(blocks)."""
         self._pool.check()
         self._index.check()
-        held = Counter(block for table in self._tables for block in table.blocks)
+        held = Counter(block for table in self._tables for block in table.held)
         held.update(block for _, blocks in self._limbo for block in blocks)
         counted = {b: n for b, n in enumerate(self._pool.references) if n}
         assert counted == dict(held), f"references {counted} but holders {dict(held)}"
@@ -236,6 +244,7 @@ class KVCache:
         assert all(step > self._finished for step, _ in self._limbo), "limbo past its fence"
         for table in self._tables:
             assert table.blocks, "an empty table is registered as a holder"
-            assert len(set(table.blocks)) == len(table.blocks), "a block twice in one table"
+            assert table.freed < len(table.blocks), "nothing is held of a table that has blocks"
+            assert len(set(table.held)) == len(table.held), "a block twice in one table"
             assert table.published <= len(table.blocks), "published more than it holds"
             assert table.published <= len(table.digests), "published without a digest"

@@ -15,7 +15,7 @@ from headrace.backends.fake.vectors import pooled
 from headrace.config import Settings
 from headrace.engine.loop import Engine
 from headrace.engine.protocol import Runner, StepCost
-from headrace.kv.cache import KVCache
+from headrace.launch import make_cache
 from headrace.messages import (
     Abort,
     Done,
@@ -57,6 +57,7 @@ class Rig:
         overlap: bool = False,
         max_model_len: int = 512,
         prefix_caching: bool = True,
+        window: int = 0,
         eos: tuple[int, ...] = (),
         wrap: Callable[[FakeRunner], Runner] = lambda runner: runner,
         cost: StepCost | None = None,
@@ -65,10 +66,17 @@ class Rig:
         **settings: Any,
     ) -> None:
         self.clock = Clock()
-        self.kv = KVCache(blocks, block_size, prefix_caching)
         self.fake = FakeRunner(
-            blocks, block_size, rows, max_model_len, verify=True, eos_ids=eos, cost=cost
+            blocks,
+            block_size,
+            rows,
+            max_model_len,
+            verify=True,
+            eos_ids=eos,
+            cost=cost,
+            window=window,
         )
+        self.kv = make_cache(self.fake.capacity, prefix_caching=prefix_caching)
         self.plans: list[StepPlan] = []
         settings = {"max_num_seqs": rows, "max_num_batched_tokens": 64} | settings
         self.engine = Engine(

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.kv.cache import KVCache, Table
+from headrace.kv.window import WindowCache
 
 TOKENS = list(range(100, 164))
+
+
+Make = Callable[..., KVCache]
+
+
+def wide(blocks: int, block_size: int, prefix_caching: bool = True) -> WindowCache:
+    """A window that nothing falls out of."""
+    return WindowCache(blocks, block_size, prefix_caching, window=1 << 20)
+
+
+@pytest.fixture(params=[KVCache, wide])
+def make(request: pytest.FixtureRequest) -> Make:
+    """What makes a cache: every kind of them."""
+    made: Make = request.param
+    return made
 
 
 def filled(kv: KVCache, tokens: list[int], salt: str = "", adapter: str = "") -> Table:
@@ -22,8 +40,8 @@ def filled(kv: KVCache, tokens: list[int], salt: str = "", adapter: str = "") ->
     return table
 
 
-def test_hits_are_full_blocks_of_an_equal_prefix() -> None:
-    kv = KVCache(16, 4)
+def test_hits_are_full_blocks_of_an_equal_prefix(make: Make) -> None:
+    kv = make(16, 4)
     first = filled(kv, TOKENS[:11])
     cases = [(11, 8), (8, 8), (7, 4), (3, 0), (12, 8)]
     for length, cached in cases:
@@ -36,15 +54,15 @@ def test_hits_are_full_blocks_of_an_equal_prefix() -> None:
     assert kv.match(other, [1, *TOKENS[1:11]]) == 0
 
 
-def test_hits_stay_within_one_salt_and_one_adapter() -> None:
-    kv = KVCache(64, 4)
+def test_hits_stay_within_one_salt_and_one_adapter(make: Make) -> None:
+    kv = make(64, 4)
     filled(kv, TOKENS[:16], "s1", "X")
     for salt, adapter, cached in [("s1", "X", 16), ("s2", "X", 0), ("", "X", 0), ("s1", "Y", 0)]:
         assert kv.match(kv.open(salt, adapter), TOKENS[:16]) == cached
 
 
-def test_released_prefixes_are_hit_until_their_blocks_are_handed_out() -> None:
-    kv = KVCache(4, 4)
+def test_released_prefixes_are_hit_until_their_blocks_are_handed_out(make: Make) -> None:
+    kv = make(4, 4)
     kv.release(filled(kv, TOKENS[:16]), 0)
     assert kv.used_blocks == 0
     assert kv.indexed_blocks == 4
@@ -57,8 +75,8 @@ def test_released_prefixes_are_hit_until_their_blocks_are_handed_out() -> None:
     kv.check()
 
 
-def test_nothing_is_hit_before_it_is_committed_or_after_a_reset() -> None:
-    kv = KVCache(8, 4)
+def test_nothing_is_hit_before_it_is_committed_or_after_a_reset(make: Make) -> None:
+    kv = make(8, 4)
     table = kv.open("", "")
     assert kv.reserve(table, 8, 0) is not None
     assert kv.match(kv.open("", ""), TOKENS[:8]) == 0
@@ -72,15 +90,15 @@ def test_nothing_is_hit_before_it_is_committed_or_after_a_reset() -> None:
     kv.check()
 
 
-def test_caching_can_be_off() -> None:
-    kv = KVCache(8, 4, prefix_caching=False)
+def test_caching_can_be_off(make: Make) -> None:
+    kv = make(8, 4, prefix_caching=False)
     filled(kv, TOKENS[:8])
     assert kv.match(kv.open("", ""), TOKENS[:8]) == 0
     assert kv.indexed_blocks == 0
 
 
-def test_reserve_is_all_or_nothing() -> None:
-    kv = KVCache(3, 4)
+def test_reserve_is_all_or_nothing(make: Make) -> None:
+    kv = make(3, 4)
     table = kv.open("", "")
     assert kv.reserve(table, 13, 0) is None
     assert (kv.used_blocks, table.blocks) == (0, [])
@@ -92,8 +110,8 @@ def test_reserve_is_all_or_nothing() -> None:
     assert nothing.blocks == []
 
 
-def test_a_duplicate_stays_private() -> None:
-    kv = KVCache(8, 4)
+def test_a_duplicate_stays_private(make: Make) -> None:
+    kv = make(8, 4)
     first, second = kv.open("", ""), kv.open("", "")
     for table in (first, second):
         assert kv.reserve(table, 4, 0) is not None
@@ -105,8 +123,8 @@ def test_a_duplicate_stays_private() -> None:
     kv.check()
 
 
-def test_forks_copy_the_shared_last_block_and_the_last_writer_keeps_it() -> None:
-    kv = KVCache(8, 4)
+def test_forks_copy_the_shared_last_block_and_the_last_writer_keeps_it(make: Make) -> None:
+    kv = make(8, 4)
     table = filled(kv, TOKENS[:6])
     twins = [kv.fork(table), kv.fork(table)]
     head, tail = table.blocks
@@ -123,8 +141,8 @@ def test_forks_copy_the_shared_last_block_and_the_last_writer_keeps_it() -> None
     kv.check()
 
 
-def test_a_fork_at_a_block_border_needs_no_copy() -> None:
-    kv = KVCache(8, 4)
+def test_a_fork_at_a_block_border_needs_no_copy(make: Make) -> None:
+    kv = make(8, 4)
     table = filled(kv, TOKENS[:8])
     twin = kv.fork(table)
     grant = kv.reserve(twin, 9, 8)
@@ -133,8 +151,8 @@ def test_a_fork_at_a_block_border_needs_no_copy() -> None:
     assert twin.blocks[:2] == table.blocks
 
 
-def test_a_shared_block_reserved_ahead_is_replaced_but_not_copied() -> None:
-    kv = KVCache(8, 4)
+def test_a_shared_block_reserved_ahead_is_replaced_but_not_copied(make: Make) -> None:
+    kv = make(8, 4)
     table = kv.open("", "")
     assert kv.reserve(table, 12, 0) is not None
     twin = kv.fork(table)
@@ -145,8 +163,8 @@ def test_a_shared_block_reserved_ahead_is_replaced_but_not_copied() -> None:
     kv.check()
 
 
-def test_the_fence_holds_blocks_back_until_their_step_has_finished() -> None:
-    kv = KVCache(2, 4)
+def test_the_fence_holds_blocks_back_until_their_step_has_finished(make: Make) -> None:
+    kv = make(2, 4)
     table = filled(kv, TOKENS[:8])
     kv.release(table, 5)
     assert (kv.free_blocks, kv.limbo_blocks) == (0, 2)
@@ -162,8 +180,8 @@ def test_the_fence_holds_blocks_back_until_their_step_has_finished() -> None:
     assert kv.free_blocks == 2
 
 
-def test_check_finds_a_leak() -> None:
-    kv = KVCache(4, 4)
+def test_check_finds_a_leak(make: Make) -> None:
+    kv = make(4, 4)
     table = filled(kv, TOKENS[:8])
     table.blocks.pop()
     with pytest.raises(AssertionError, match=r"references .* but holders"):
@@ -173,9 +191,16 @@ def test_check_finds_a_leak() -> None:
 class CacheMachine(RuleBasedStateMachine):
     """Tables that do what sequences do, with contents of their own to compare with."""
 
-    @initialize(blocks=st.integers(1, 12), block_size=st.sampled_from([1, 2, 4]))
-    def start(self, blocks: int, block_size: int) -> None:
+    @initialize(
+        blocks=st.integers(1, 12),
+        block_size=st.sampled_from([1, 2, 4]),
+        window=st.sampled_from([0, 0, 1, 3, 4, 6]),
+    )
+    def start(self, blocks: int, block_size: int, window: int) -> None:
+        self.window = window
         self.kv = KVCache(blocks, block_size)
+        if window:
+            self.kv = WindowCache(blocks, block_size, window=window)
         self.tables: list[tuple[Table, list[int], int]] = []  # table, tokens, computed
         self.content: dict[int, tuple[int, ...]] = {}  # block -> the prefix it ends
         self.step = self.finished = 0
@@ -184,7 +209,7 @@ class CacheMachine(RuleBasedStateMachine):
         size = self.kv.block_size
         for position in range(start, end):
             block = table.blocks[position // size]
-            holders = sum(block in other.blocks for other, _, _ in self.tables if other != table)
+            holders = sum(block in other.held for other, _, _ in self.tables if other != table)
             assert holders == 0, "a shared block is written"
             self.content[block] = tuple(tokens[: position + 1])
 
@@ -196,7 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
         free = self.kv.free_blocks
         cached = self.kv.match(table, tokens)
         size = self.kv.block_size
-        for i, block in enumerate(table.blocks):
+        for i, block in enumerate(table.held, table.freed):
             assert self.content[block] == tuple(tokens[: (i + 1) * size]), "a hit of other tokens"
         grant = self.kv.reserve(table, len(tokens), cached)
         assert (grant is not None) == (need <= free)
@@ -254,6 +279,16 @@ class CacheMachine(RuleBasedStateMachine):
     def whole(self) -> None:
         if hasattr(self, "kv"):
             self.kv.check()
+
+    @invariant()
+    def what_is_read_is_there(self) -> None:
+        """Every position that the next token of a table sees holds its prefix, in a held block."""
+        for table, tokens, computed in self.tables if hasattr(self, "kv") else []:
+            size, low = self.kv.block_size, max(0, computed + 1 - (self.window or 1 << 20))
+            assert table.freed <= low // size
+            for i in range(low // size, -(-computed // size)):
+                seen = tuple(tokens[: min(computed, (i + 1) * size)])
+                assert self.content[table.blocks[i]][: len(seen)] == seen
 
     def teardown(self) -> None:
         if hasattr(self, "kv"):

@@ -33,13 +33,14 @@ _DRAWN = (Output.SAMPLE, Output.PROMPT_LOGPROBS)
 class _Row:
     """One device row: what a real runner keeps in device tables."""
 
-    __slots__ = ("acquired", "blocks", "history", "join", "last", "root")
+    __slots__ = ("acquired", "blocks", "history", "join", "last", "root", "start")
 
     def __init__(self, join: Join, step: int) -> None:
         self.join = join
         self.blocks = list(join.tables[0])
         self.acquired = dict.fromkeys(self.blocks, step)  # block -> step it came into this table
         self.root = root(join.adapter)
+        self.start = 0  # of its newest forward row
         self.last: int | None = None  # token last drawn into this row
         self.history = list(join.history) if join.sampling.needs_history else None
 
@@ -94,6 +95,7 @@ class FakeRunner:
     is in its capacity: the device is busy that long, one step after another, and `result` sleeps
     until it is done. `verify` re-reads the whole
     context of every row and checks every block that is written; it costs O(context) a step.
+    `window` > 1: a query may read so many newest slots alone; what lies before is not looked at.
     `eos_ids`: the first is drawn about once in 200 tokens; empty means never.
     """
 
@@ -108,6 +110,7 @@ class FakeRunner:
         cost: StepCost | None = None,
         verify: bool = False,
         eos_ids: Sequence[int] = (END_OF_TURN,),
+        window: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -126,7 +129,9 @@ class FakeRunner:
             width=WIDTH,
             labels=LABELS,
             work=work,
+            window=window,
         )
+        assert window != 1, "a state follows from the one before it"
         self._block_size = block_size
         self._step_s, self._token_s = step_ms / 1000, token_ms / 1000
         self._verify = verify
@@ -160,6 +165,8 @@ class FakeRunner:
         self._step = plan.step
         ticket = FakeTicket(self, plan, [])
         self._update_tables(plan)
+        for number, start in zip(plan.rows, plan.starts, strict=True):
+            self._rows[number].start = start
         if self._verify:
             self._check_fence(plan)
         for source, target in plan.copies[0]:
@@ -172,7 +179,8 @@ class FakeRunner:
             trace = ticket.traces.get(i)
             ticket.states.append(self._forward(plan, i, i not in unwritten, trace))
             end = plan.starts[i] + plan.counts[i]
-            blocks = self._rows[plan.rows[i]].blocks[: -(-end // self._block_size)]
+            row = self._rows[plan.rows[i]]
+            blocks = row.blocks[self._low(row) // self._block_size : -(-end // self._block_size)]
             ticket.touched.update(blocks)
         self._in_flight.append(ticket)
         return ticket
@@ -253,6 +261,11 @@ class FakeRunner:
             elif self._verify:
                 assert self._states[slot] == state, "unwritten, but the slot holds something else"
         return state
+
+    def _low(self, row: _Row) -> int:
+        """The first position that the row's newest forward row, or a later one, may read."""
+        window = self._capacity.window
+        return max(0, row.start + 1 - window) if window else 0
 
     def _slot(self, row: _Row, position: int) -> int:
         block = row.blocks[position // self._block_size]
@@ -337,16 +350,18 @@ class FakeRunner:
     # ------------------------------------------------------------ verify
 
     def _check_chain(self, row: _Row, end: int) -> None:
-        """Every slot of [0, end) follows from the one before it."""
-        state = row.root
-        for position in range(end):
+        """Every slot of [0, end) that is read follows from the one before it."""
+        low = self._low(row)
+        state = self._states[self._slot(row, low)] if low else row.root
+        assert state is not None, f"position {low} was never computed"
+        for position in range(low + 1 if low else 0, end):
             slot = self._slot(row, position)
             state = advance(state, self._tokens[slot])
             assert self._states[slot] == state, f"position {position}: stale or foreign KV"
 
     def _check_history(self, history: list[int], source: _Row, position: int) -> None:
         """What a row remembers is what the forward row that it draws from computed."""
-        for at in range(position):
+        for at in range(self._low(source), position):
             wrong = f"position {at} of the history is {history[at]}"
             assert history[at] == self._tokens[self._slot(source, at)], wrong
 
@@ -367,7 +382,7 @@ class FakeRunner:
                     fenced = not (new and block in ticket.touched)
                     assert fenced, f"block {block} is reused while step {ticket.plan.step} runs"
         for number, row in self._rows.items():
-            for block in row.blocks:
+            for block in row.blocks[self._low(row) // self._block_size :]:
                 shared = writers.get(block, number) != number
                 old = shared and row.acquired[block] < plan.step
                 assert not old, f"block {block} is written while row {number} holds it"

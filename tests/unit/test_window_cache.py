@@ -1,0 +1,106 @@
+"""WindowCache: what falls out of the window is given back; a hit needs the last window alone. The
+rest of its contract is `test_cache.py`'s."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.kv.cache import Table
+from headrace.kv.window import WindowCache
+from headrace.messages import Sampling
+from tests.unit.engine_rig import Rig
+
+TOKENS = list(range(100, 200))
+
+
+def filled(kv: WindowCache, count: int) -> Table:
+    """A table whose first `count` tokens were computed in one step."""
+    table = kv.open("", "")
+    assert kv.reserve(table, count, kv.match(table, TOKENS[:count])) is not None
+    kv.commit(table, TOKENS[:count], count)
+    kv.check()
+    return table
+
+
+def test_blocks_go_back_once_no_later_position_reads_them() -> None:
+    kv = WindowCache(16, 4, window=6)
+    table = filled(kv, 12)
+    for computed, freed in ((12, 1), (13, 2), (16, 2), (17, 3)):
+        assert kv.reserve(table, computed, computed - 1) is not None
+        kv.commit(table, TOKENS[:computed], computed)
+        # Position `computed` reads from computed - 5 on.
+        assert table.freed == freed == (computed - 5) // 4
+        assert kv.used_blocks == len(table.held)
+    kv.release(table, 0)
+    kv.check()
+    assert (kv.used_blocks, table.freed) == (0, 0)
+
+
+def test_a_long_sequence_runs_in_a_small_pool() -> None:
+    kv = WindowCache(4, 4, window=8)
+    table = kv.open("", "")
+    for computed in range(1, 100):
+        assert kv.reserve(table, computed, computed - 1) is not None
+        kv.commit(table, TOKENS[:computed], computed)
+        kv.check()
+    assert kv.used_blocks <= 3
+
+
+@pytest.mark.parametrize(("window", "first"), [(4, 3), (5, 2), (8, 2), (9, 1), (16, 0), (99, 0)])
+def test_a_hit_needs_its_last_window_alone(window: int, first: int) -> None:
+    kv = WindowCache(16, 4, window=window)
+    kv.release(filled(kv, 16), 0)
+    again = kv.open("", "")
+    assert kv.match(again, TOKENS[:18]) == 16
+    assert (again.freed, len(again.held)) == (first, 4 - first)
+    kv.check()
+    kv.release(again, 0)
+    gone = kv.open("", "")  # what lies before the window is handed out to others
+    blocks = 16 - (4 - first)
+    assert kv.probe(gone, [], 4 * blocks) == blocks
+    assert kv.reserve(gone, 4 * blocks, 0) is not None
+    assert kv.match(again, TOKENS[:18]) == 16
+    kv.check()
+
+
+def test_a_hole_in_the_window_is_no_hit() -> None:
+    kv = WindowCache(8, 4, window=8)
+    table = filled(kv, 8)
+    kv.release(table, 0)
+    other = kv.open("", "")
+    assert kv.reserve(other, 4 * 7, 0) is not None  # the tail of the released one is evicted first
+    again = kv.open("", "")
+    assert kv.match(again, TOKENS[:8]) == 4
+    assert again.freed == 0
+
+
+def test_a_fork_holds_what_its_twin_holds() -> None:
+    kv = WindowCache(8, 4, window=5)
+    table = filled(kv, 14)
+    twin = kv.fork(table)
+    assert (twin.freed, twin.held) == (table.freed, table.held)
+    assert twin.freed == 2
+    assert set(twin.blocks) == set(twin.held), "ids of blocks that others may have are not named"
+    kv.check()
+    kv.release(table, 0)
+    kv.commit(twin, TOKENS[:14], 14)
+    kv.release(twin, 0)
+    kv.check()
+    assert kv.used_blocks == 0
+
+
+def test_an_engine_gives_memory_back_while_sequences_run() -> None:
+    """Two sequences of 60 tokens in a pool of 72: without a window they would take turns."""
+    held = []
+    for window in (0, 8):
+        rig = Rig(18, 4, 2, window=window, max_model_len=64)
+        for _ in range(2):
+            rig.submit(20, 40, sampling=Sampling(temperature=0.0))
+        most = 0
+        while len(rig.dones) < 2:
+            rig.turn()
+            most = max(most, rig.kv.used_blocks)
+        held.append((most, sum(done.preemptions for done in rig.dones.values())))
+    assert held[0][0] == 18
+    assert held[0][1] > 0
+    assert held[1] == (6, 0), "three blocks hold a window, and nobody is preempted"
