@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from headrace.errors import NotFound, NoWorker, TargetMissed
+from headrace.gateway.load import Lease
 from headrace.gateway.policy import POLICIES, predicted_ttft_s
 from headrace.gateway.prefix_index import PrefixIndex
 from headrace.gateway.prompt import Prompt
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
 from headrace.gateway.view import Ask, Choice, FleetView, Knobs
-from headrace.gateway.worker import Lease, Worker
+from headrace.gateway.worker import Worker
 
 log = logging.getLogger("headrace.gateway")
 

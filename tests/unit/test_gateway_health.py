@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.breaker import Breaker
+from headrace.gateway.load import Lease
 from headrace.gateway.registry import Apply
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
-from headrace.gateway.worker import MIN_WARM, Lease, Worker
+from headrace.gateway.worker import MIN_WARM, Worker
 from tests.unit.gateway_rig import (
     Asked,
     Call,
