@@ -256,21 +256,22 @@ class Gateway:
         """A worker was chosen."""
         after_s = asyncio.get_running_loop().time() - since_s
         self.metrics.decide_s.observe(after_s)
-        self.metrics.placements.labels(placed.worker.name, placed.choice.reason).inc()
+        metrics = self.metrics
+        metrics.count(metrics.placements, placed.worker.name, placed.choice.reason)
         self.decisions.decided(request_id, after_s, prompt, placed)
 
     def used(self, request_id: str, prompt: Prompt, placed: Placement, usage: Usage) -> None:
         """A worker said what the request used."""
-        tokens = self.metrics.tokens
+        metrics = self.metrics
         predicted = placed.cached_tokens[placed.choice.index]
-        tokens.labels("predicted_cached").inc(predicted)
+        metrics.count(metrics.tokens, "predicted_cached", by=predicted)
         if usage.prompt_tokens > 0:
-            tokens.labels("prompt").inc(usage.prompt_tokens)
+            metrics.count(metrics.tokens, "prompt", by=usage.prompt_tokens)
             self.reader.learn(prompt, usage.prompt_tokens)
         if usage.output_tokens > 0:
-            tokens.labels("output").inc(usage.output_tokens)
+            metrics.count(metrics.tokens, "output", by=usage.output_tokens)
         if usage.cached_tokens >= 0:
-            tokens.labels("cached").inc(usage.cached_tokens)
+            metrics.count(metrics.tokens, "cached", by=usage.cached_tokens)
             if predicted >= MIN_MISS_TOKENS and not usage.cached_tokens:
                 self.metrics.misses.inc()
         self.decisions.used(request_id, usage)
@@ -278,7 +279,7 @@ class Gateway:
     def ended(self, exchange: Exchange, status: int) -> None:
         """A request is over."""
         took_s = asyncio.get_running_loop().time() - exchange.since_s
-        self.metrics.requests.labels(str(status)).inc()
+        self.metrics.count(self.metrics.requests, str(status))
         self.metrics.e2e_s.observe(took_s)
         self.decisions.ended(exchange.id, status, took_s)
         self.exchanges.discard(exchange)

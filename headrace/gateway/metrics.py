@@ -47,6 +47,7 @@ class GatewayMetrics:
 
     def __init__(self, fleet: Fleet, queue: Queue) -> None:
         self.registry = registry = CollectorRegistry()
+        self._children: dict[tuple[Counter | str, ...], Counter] = {}
         registry.register(_FleetGauges(fleet, queue))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -72,6 +73,14 @@ class GatewayMetrics:
         self.decide_s = histogram("decide_seconds", "body read to worker chosen", WORK)
         self.ttfb_s = histogram("first_byte_seconds", "request whole to first byte of the answer")
         self.e2e_s = histogram("request_seconds", "request whole to the end of the answer")
+
+    def count(self, counter: Counter, *labels: str, by: float = 1.0) -> None:
+        """Add to a counter with labels; finding its child costs a dict lookup here."""
+        key = (counter, *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = counter.labels(*labels)
+        child.inc(by)
 
     def expose(self) -> bytes:
         """The text for /metrics."""

@@ -36,11 +36,11 @@ class Upstream(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         no_delay(self._transport)
 
-    def ask(self, request: bytes, answer: Answer) -> None:
-        """Send a whole request."""
+    def ask(self, request: bytes, answer: Answer, *, last: bool = False) -> None:
+        """Send a whole request. last: the connection is whoever asks's own, and ends with it."""
         assert self._answer is None, "one request at a time"
         assert self._transport is not None, "connected"
-        self._answer, self._heard = answer, False
+        self._answer, self._heard, self._last = answer, False, last
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0
         self._parts: list[bytes] = []
@@ -135,7 +135,7 @@ class Upstream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._status:
             self._complete = True
-            self._keep = self._parser.should_keep_alive()
+            self._keep = self._parser.should_keep_alive() and not self._last
 
 
 class Pool:
@@ -217,7 +217,7 @@ async def fetch(pool: Pool, request: bytes, timeout_s: float) -> tuple[int, byte
         connection = await pool.connect()
         try:
             answer = _Whole()
-            connection.ask(request, answer)
+            connection.ask(request, answer, last=True)
             await answer.done
             return answer.status, answer.body
         finally:

@@ -125,6 +125,7 @@ class Mock:
         self.asked: list[Asked] = []
         self.connections = 0
         self.health = 200
+        self.stays = False  # leaves connections open that were to be closed
         self.frozen = False  # takes connections, says nothing, as a stopped process does
         self.port = 0
         self._open: set[asyncio.StreamWriter] = set()
@@ -188,7 +189,8 @@ class Mock:
             asked = Asked(target, headers, body)
             self.asked.append(asked)
             await self.handler(asked, out)
-        return headers.get("connection") != "close" and not writer.transport.is_closing()
+        close = headers.get("connection") == "close" and not self.stays
+        return not close and not writer.transport.is_closing()
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.gateway.upstream import Pool, fetch
 from tests.unit.gateway_rig import (
     Asked,
     Call,
@@ -470,6 +471,16 @@ async def test_a_kept_connection_that_the_worker_closed_is_no_failure() -> None:
         worker.handler = closes
         assert (await call(made.port, chat())).status == 200
         assert await metric(made, "worker_failures_total") == 0
+
+
+async def test_the_connection_of_a_check_serves_nothing_else() -> None:
+    """Even if the worker leaves it open: whoever took it would be cut with the check's end."""
+    async with Mock() as worker:
+        worker.stays = True
+        pool = Pool("127.0.0.1", worker.port, 5.0)
+        status, _ = await fetch(pool, b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n", 5.0)
+        assert status == 200
+        assert pool.take() is None
 
 
 # ------------------------------------------------------------ what is told
