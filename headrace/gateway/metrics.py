@@ -47,7 +47,7 @@ class GatewayMetrics:
 
     def __init__(self, fleet: Fleet, queue: Queue) -> None:
         self.registry = registry = CollectorRegistry()
-        self._children: dict[tuple[Counter | str, ...], Counter] = {}
+        self._children: dict[tuple[object, ...], Counter] = {}
         registry.register(_FleetGauges(fleet, queue))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
