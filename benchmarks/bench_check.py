@@ -1,6 +1,6 @@
 """Is what `headrace bench` says true? Against a server whose every delay is known.
 
-    python -m benchmarks.bench_check [--requests 64] [--at 8] [--workers 1]
+    python -m benchmarks.bench_check [--requests 24] [--at 2] [--workers 1]
 
 A child process answers with the role chunk at once, the first token after 200 ms, then a token each
 20 ms, 40 in all, and the end 30 ms after the last. Delays are kept by absolute times, so that what
@@ -89,8 +89,8 @@ def measured(requests: int, at: int, workers: int) -> Level:
 def main() -> None:
     """Print the table; exit code 1 where a figure is off."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--at", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--at", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

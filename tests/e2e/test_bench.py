@@ -1,0 +1,42 @@
+"""The load generator and a real server: sessions, prefixes, schemas, dropped requests."""
+
+from __future__ import annotations
+
+from headrace.bench.load import Target, run_loop
+from headrace.bench.measure import Meter
+from headrace.bench.stats import Level, Shape
+from headrace.bench.workload import Workload
+from tests.e2e.serving import Server
+
+
+def test_a_mixed_level_adds_up(shared_server: Server) -> None:
+    load = Workload(
+        requests=24,
+        turns=3,
+        prefixes=2,
+        prefix_tokens=40,
+        prompt_tokens=8,
+        max_tokens=12,
+        structured=0.3,
+        cancel=0.25,
+        nonce="e2e",
+    )
+    names = [model["id"] for model in shared_server.get("/v1/models")[1]["data"]]
+    meter = Meter(Target(url=shared_server.url, model=names[0]), load, scrape=True)
+
+    async def run() -> Level:
+        return await meter.level(Shape(concurrency=4))
+
+    found = run_loop(run())
+    asked = [ask for s in load.sessions("level 4", 8) for turn in s.turns for ask in turn.asks]
+    dropped = sum(ask.cancel_after_chunks is not None for ask in asked)
+    assert dropped
+    assert (found.errors, found.sheds, found.unsent) == ({}, {}, 0)
+    assert found.requests == 24
+    assert 0 < found.cancelled <= dropped  # an answer in one piece is whole before it is dropped
+    assert found.cached_tokens > 0
+    assert found.counted_by_chunks == 0
+    assert found.server["headrace_requests_started_total"].max > 0
+    plain = [r for r in meter.records if r.good and r.finish_reason == "length"]
+    assert plain
+    assert {record.output_tokens for record in plain} == {12}
