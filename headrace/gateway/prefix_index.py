@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from secrets import token_bytes
 
@@ -18,6 +19,7 @@ CHUNK_BYTES = 256  # of text, about 4 blocks of 16 tokens
 _SECRET = token_bytes(16)  # nobody outside can make two prompts meet
 
 
+@lru_cache(maxsize=4096)
 def root_of(model: str, adapter: str = "", salt: str = "") -> int:
     """Where chains of one model, adapter and cache salt begin: no two others share an entry."""
     text = b"".join(b"%d:%b" % (len(p), p) for p in (s.encode() for s in (model, adapter, salt)))
