@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "hooks": {"errors"},
     "gateway": BASE | {"observe"},
+    "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
     | {"hooks", "pages", "prices", "vectors"},

@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": "tell what a model is and what fits in given memory",
     "chat": "talk to a server, or start one",
     "bench": "measure an OpenAI-compatible server",
+    "sim": "try routing policies on a modelled fleet",
     "gateway": "route requests to many servers",
 }
 

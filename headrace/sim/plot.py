@@ -1,0 +1,63 @@
+"""Mean TTFT against load, a panel for each cache pressure, a line for each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.bench.plot import COLOURS, INK
+from headrace.errors import ConfigError
+from headrace.sim.sweep import Point
+
+
+def plot(points: Sequence[Point], stem: Path, *, title: str) -> None:
+    """Write `stem`.svg and `stem`.png. Raises ConfigError when matplotlib is not installed, or
+    when there are more policies than colours.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'headrace[bench]'") from None
+    policies = list(dict.fromkeys(point.outcome.policy for point in points))
+    pressures = list(dict.fromkeys(point.pressure for point in points))
+    if len(policies) > len(COLOURS):
+        raise ConfigError(f"a plot shows at most {len(COLOURS)} policies", param="plot")
+    look = {
+        "svg.hashsalt": "headrace",  # the same numbers make the same file
+        "font.size": 9,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "axes.grid": True,
+        "grid.color": INK,
+        "grid.alpha": 0.25,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with mpl.rc_context(look):
+        figure = Figure(figsize=(4 * len(pressures) + 1, 4), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots(1, len(pressures), squeeze=False, sharey=True)[0]
+        for axis, pressure in zip(axes, pressures, strict=True):
+            for colour, policy in zip(COLOURS, policies, strict=False):
+                line = [
+                    (p.load, p.outcome.ttft_s.mean)
+                    for p in points
+                    if p.pressure == pressure and p.outcome.policy == policy
+                ]
+                xs, ys = [x for x, _ in line], [y for _, y in line]
+                axis.plot(xs, ys, marker="o", markersize=4, color=colour, label=policy)
+            axis.patch.set_alpha(0)
+            axis.set_yscale("log")
+            axis.set_title(f"working set / cache = {pressure:.2f}", fontsize=10)
+            axis.set_xlabel("load: prompts' time uncached / fleet's time")
+        axes[0].set_ylabel("TTFT, mean, seconds")
+        figure.suptitle(title)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(stem.with_suffix(".png"), dpi=150, metadata={"Software": None})
