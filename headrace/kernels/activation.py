@@ -24,13 +24,16 @@ _TWO_ROOTS = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """x float32. gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2 u)."""
+    """x float32. gelu_tanh: (1 + tanh(u)) / 2 is sigmoid(2 u).
+
+    Constants of the module stand right of a tensor: Triton 3.7's interpreter takes no other order.
+    """
     if ACT == "silu":
         return x * tl.sigmoid(x)
     elif ACT == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))
     elif ACT == "gelu_tanh":
-        return x * tl.sigmoid(_TWO_ROOTS * (x + 0.044715 * x * x * x))
+        return x * tl.sigmoid((x + 0.044715 * x * x * x) * _TWO_ROOTS)
     else:
         tl.static_assert(ACT == "relu", "an activation")
         return tl.maximum(x, 0.0)
@@ -42,7 +45,7 @@ def activate_pair(gate, up, ACT: tl.constexpr):
     if ACT == "clamped":
         cut = tl.minimum(gate, _LIMIT)
         rest = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT) + 1.0
-        return cut * tl.sigmoid(_SLOPE * cut) * rest
+        return cut * tl.sigmoid(cut * _SLOPE) * rest
     else:
         return activate(gate, ACT) * up
 

@@ -277,7 +277,7 @@ BAD = [
     ("POST", CHAT, {"messages": user("x"), "max_tokens": 10**9}, 400, "messages"),
     ("POST", CHAT, {"messages": user("x"), "priority": 1}, 400, "priority"),
     ("POST", CHAT, {"messages": user("x"), "stop_token_ids": [259]}, 400, "stop_token_ids"),
-    ("POST", CHAT, {"messages": user("x"), "tools": [{}]}, 400, "tools"),
+    ("POST", CHAT, {"messages": user("x"), "tools": [{}]}, 400, "tools[0]"),
     ("POST", CHAT, {"messages": user("x"), "chat_template_kwargs": {"messages": 1}}, 400,
      "chat_template_kwargs"),
     ("POST", CHAT, {"messages": user("x"), "continue_final_message": True}, 400, "messages"),

@@ -44,7 +44,6 @@ _OTHERS = {
         "d_model": 16,
         "n_heads": 2,
         "n_layers": 1,
-        "expansion_ratio": 1,
         "max_seq_len": MAX_MODEL_LEN,
     },
 }
