@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import peer_dummy
+from benchmarks.gpu import peer_dummy, timeline
 from benchmarks.gpu.drive import (
     Clock,
     Rows,
@@ -162,3 +162,23 @@ def test_mixtures_count_what_one_token_reads() -> None:
     assert lite.weight_bytes == pytest.approx(4.8e9, rel=0.05)
     assert lite.kv_token_bytes == 27 * 576 * 2
     assert qwen.weight_bytes == pytest.approx(6.1e9, rel=0.05)
+
+
+def test_a_layer_of_a_profile_is_shown_by_when_its_kernels_end() -> None:
+    events, at = [], 100.0
+    for _ in range(3):  # steps of 4 layers; kernels of dependent launches begin before their turn
+        for _ in range(4):
+            for name, took in (("_decode_kernel", 3.0), ("linear_kernel", 5.0)):
+                args = {"grid": [8, 1, 1], "shared memory": 2048}
+                events.append({"cat": "kernel", "name": name, "ts": at - 2, "dur": took + 2,
+                               "args": args})  # fmt: skip
+                at += took
+        head = {"cat": "kernel", "name": "linear_kernel", "ts": at, "dur": 9.0}
+        events.append(head | {"args": {"grid": [99, 1, 1]}})
+        at += 9.0
+    events.append({"cat": "user_annotation", "name": "ignored", "ts": 0, "dur": 1})
+    kernels = timeline.kernels_of({"traceEvents": events})
+    layers = timeline.layers_of(kernels, "_decode_kernel")
+    assert len(layers) == 8  # the first of all has nothing before it, each step's last has the head
+    shown = [(line.name, line.took, line.adds) for line in timeline.lines_of(layers)]
+    assert shown == [("_decode_kernel", 5.0, 3.0), ("linear_kernel", 7.0, 5.0)]
