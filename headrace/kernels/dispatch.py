@@ -17,7 +17,15 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.launch import launch
-from headrace.kernels.router import Routing, check_logits, choose, constants, route
+from headrace.kernels.router import (
+    Routing,
+    check_logits,
+    choose,
+    constants,
+    living,
+    load_logits,
+    route,
+)
 from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
 FUSED_TOKENS = 16  # up to which each expert's program routes all tokens itself
@@ -294,10 +302,11 @@ def route_dispatch_kernel(
     token = tl.arange(0, BT)
     k = tl.arange(0, KP)
     pdl.wait(PDL)
-    ids, factors = choose(
-        logits, correction, rows, spare, token, tokens,
+    live = living(rows, spare, token, tokens, PADDED)
+    ids, factors, _ = choose(
+        load_logits(logits, live, token, E, EP), correction, live,
         E, TOP, SHARED, SIGMOID, CORRECTED, RENORMALISE, SCALE,
-        GROUPS, TOP_GROUPS, PAIRS, PADDED, BT, EP, KP, GP,
+        GROUPS, TOP_GROUPS, PAIRS, BT, EP, KP, GP,
     )  # fmt: skip
     item = token[:, None] * (TOP + SHARED) + k[None, :]
     if expert == 0:
@@ -313,7 +322,7 @@ def route_dispatch_kernel(
     )
 
 
-def _check(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:
+def check_dispatch(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:
     assert into.each == routing.each, "experts of a token"
     tiles, rows = into.tiles, into.tile_rows
     assert tiles >= most_tiles(into.tokens, routing, rows), "too few tiles"
@@ -348,7 +357,7 @@ def route_and_dispatch(
         dispatch(routing, into, tally=tally, with_pdl=with_pdl)
         return
     check_logits(logits, routing, correction, rows)
-    _check(into, routing, tally)
+    check_dispatch(into, routing, tally)
     padded = power_of_two(max(1, tokens))
     launch(route_dispatch_kernel, (routing.total,),
         logits, logits if correction is None else correction,
@@ -368,7 +377,7 @@ def dispatch(
 
     tally [2, experts] int64: how many tokens an expert got so far, and in how many calls any.
     """
-    _check(into, routing, tally)
+    check_dispatch(into, routing, tally)
     items = into.tokens * into.each
     common: dict[str, Any] = {"BM": into.tile_rows, "BF": 128, "TALLY": tally is not None}
     if items > _ITEMS:

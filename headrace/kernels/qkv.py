@@ -1,4 +1,5 @@
-"""Query, key and value of few tokens: product, bias, rotary embedding and KV write in one."""
+"""Query, key and value of few tokens: product, bias, norms of heads, rotary embedding and KV write
+in one."""
 
 from __future__ import annotations
 
@@ -28,12 +29,16 @@ from headrace.kernels.rotary import check_paged, rotary_write_reference
 from headrace.kernels.shapes import check_output
 
 
-@triton.jit(do_not_specialize=["m", "eps", "width"], do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(
+    do_not_specialize=["m", "eps", "width", "head_eps"], do_not_specialize_on_alignment=COLUMNS
+)
 def qkv_kernel(
     x,
     weight,
     bias,
     gain,
+    q_gain,
+    k_gain,
     rows,
     positions,
     writes,
@@ -49,6 +54,7 @@ def qkv_kernel(
     m,
     width,
     eps,
+    head_eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -60,12 +66,14 @@ def qkv_kernel(
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    NORMED: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (groups of BN / 2 pairs (i, i + HALF) of rows of a head, SPLIT)."""
+    """Grid (groups of BN / 2 pairs (i, i + HALF) of rows of a head, SPLIT). NORMED: each head of q
+    and k goes through a norm of its own, and a group is a head."""
     D: tl.constexpr = 2 * HALF
     PAIRS: tl.constexpr = (HEADS + 2 * KV_HEADS) * HALF
     acc, live = product(
@@ -80,6 +88,13 @@ def qkv_kernel(
     if BIAS:
         low += tl.load(bias + head * D + i, mask=inside, other=0.0).to(tl.float32)[None, :]
         high += tl.load(bias + head * D + i + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if NORMED:
+        tl.static_assert(BN == D, "a group is a head")
+        factor = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / D + head_eps)[:, None]
+        keyed = tl.program_id(0) < HEADS + KV_HEADS  # values are not normed
+        own_gain = q_gain if tl.program_id(0) < HEADS else k_gain
+        low *= tl.where(keyed, factor * tl.load(own_gain + i).to(tl.float32)[None, :], 1.0)
+        high *= tl.where(keyed, factor * tl.load(own_gain + i + HALF).to(tl.float32)[None, :], 1.0)
 
     token = tl.arange(0, BM)
     position = tl.load(positions + token, mask=live, other=0)
@@ -124,6 +139,7 @@ def qkv(
     *,
     heads: int,
     norm: Norm | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
     q: Tensor | None = None,
     config: Config,
     workspace: Workspace | None = None,
@@ -133,7 +149,8 @@ def qkv(
 
     cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
     layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
-    The other arguments as in `linear`.
+    norms = (weight of q [d], of k [d], eps): each head of q and of k goes through an RMSNorm before
+    it is turned; config.block_n is d then. The other arguments as in `linear`.
     """
     check(x, weight, norm)
     (m, hidden), (_, kv_heads, block_size, d) = x.shape, k.shape
@@ -143,13 +160,18 @@ def qkv(
     check_output(q, (m, heads, d))
     tiles = triton.cdiv(weight.shape[0], config.block_n)
     x, gain, eps, fold = normed(x, norm, config, with_pdl)
+    q_gain, k_gain, head_eps = (gain, gain, 0.0) if norms is None else norms
+    if norms is not None:
+        assert config.block_n == d, f"{config.block_n} rows a program, a head has {d}"
+        check_output(q_gain, (d,))
+        check_output(k_gain, (d,))
     launch(qkv_kernel, (tiles, config.split_k),
-        x, weight, x if bias is None else bias, gain,
+        x, weight, x if bias is None else bias, gain, q_gain, k_gain,
         columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
-        *scratch(x, tiles, config, workspace), m, columns.tables.stride(0), eps,
+        *scratch(x, tiles, config, workspace), m, columns.tables.stride(0), eps, head_eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, K=hidden,
         BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config), SPLIT=config.split_k,
-        BIAS=bias is not None, NORM=fold,
+        BIAS=bias is not None, NORM=fold, NORMED=norms is not None,
         PREFETCH=prefetch_bytes(weight, config, with_pdl),
         EARLY=early_columns(x, config), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
@@ -169,8 +191,9 @@ def qkv_reference(
     *,
     heads: int,
     norm: Norm | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """The same in float64 (k and v are written in their own dtype)."""
     y = norm_reference(x, norm) @ weight.double().T
     y = y if bias is None else y + bias.double()
-    return rotary_write_reference(y, columns, cos, sin, k, v, heads)
+    return rotary_write_reference(y, columns, cos, sin, k, v, heads, norms=norms)

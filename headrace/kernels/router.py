@@ -95,13 +95,19 @@ def _in_best_groups(
 
 
 @triton.jit
+def living(rows, spare, token, tokens, PADDED: tl.constexpr):
+    """Which of `token` [BT] are tokens of the step, and no padding."""
+    live = token < tokens
+    if PADDED:
+        live = live & (tl.load(rows + token, mask=live, other=spare) != spare)
+    return live
+
+
+@triton.jit
 def choose(
-    logits,
+    z,  # [BT, EP] logits
     correction,
-    rows,
-    spare,
-    token,  # [BT]
-    tokens,
+    live,  # [BT]
     E: tl.constexpr,
     TOP: tl.constexpr,
     SHARED: tl.constexpr,
@@ -112,22 +118,17 @@ def choose(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
-    PADDED: tl.constexpr,  # some tokens may be padding
     BT: tl.constexpr,
     EP: tl.constexpr,
     KP: tl.constexpr,
     GP: tl.constexpr,
 ):
-    """-> experts [BT, KP] int32 (-1: none), weights [BT, KP] float32, of which TOP + SHARED count.
+    """-> experts [BT, KP] int32 (-1: none), weights [BT, KP] float32, of which TOP + SHARED count;
+    which of a token's choices an expert is [BT, EP] int32 (-1: none), shared ones left out.
 
     Every id is inside whatever the logits are."""
     expert = tl.arange(0, EP)
-    live = token < tokens
-    if PADDED:
-        live = live & (tl.load(rows + token, mask=live, other=spare) != spare)
-    at = token.to(tl.int64)[:, None] * E + expert[None, :]
     inside = live[:, None] & (expert < E)[None, :]
-    z = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
     # NaN too becomes a number: a token that nobody asks about must go somewhere all the same.
     z = tl.where(inside & (z > -1e30), z, -1e30)
     z = tl.where((expert < E)[None, :], z, -float("inf"))
@@ -145,6 +146,7 @@ def choose(
     k = tl.arange(0, KP)
     ids = tl.zeros((BT, KP), tl.int32) + (E - TOP + k)[None, :]  # of shared ones
     weights = tl.full((BT, KP), 1.0, tl.float32)
+    places = tl.full((BT, EP), -1, tl.int32)
     total = tl.zeros((BT,), tl.float32)
     for i in tl.static_range(TOP):
         _, best = tl.max(wanted, axis=1, return_indices=True)
@@ -155,12 +157,22 @@ def choose(
         total += weight
         ids = tl.where(k[None, :] == i, best[:, None], ids)
         weights = tl.where(k[None, :] == i, weight[:, None], weights)
+        places = tl.where(chosen & live[:, None], i, places)
     factor = tl.full((BT,), SCALE, tl.float32)
     if RENORMALISE:
         factor = factor / (total + 1e-20)
     weights = tl.where((k < TOP)[None, :], weights * factor[:, None], weights)
     counts = live[:, None] & (k < TOP + SHARED)[None, :]
-    return tl.where(counts, ids, -1), tl.where(counts, weights, 0.0)
+    return tl.where(counts, ids, -1), tl.where(counts, weights, 0.0), places
+
+
+@triton.jit
+def load_logits(logits, live, token, E: tl.constexpr, EP: tl.constexpr):
+    """-> [BT, EP] float32, -inf where there is none."""
+    expert = tl.arange(0, EP)
+    at = token.to(tl.int64)[:, None] * E + expert[None, :]
+    inside = live[:, None] & (expert < E)[None, :]
+    return tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens", "spare"], do_not_specialize_on_alignment=["rows"])
@@ -193,10 +205,11 @@ def route_kernel(
     pdl.release(PDL)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     pdl.wait(PDL)
-    ids, factors = choose(
-        logits, correction, rows, spare, token, tokens,
+    live = living(rows, spare, token, tokens, PADDED)
+    ids, factors, _ = choose(
+        load_logits(logits, live, token, E, EP), correction, live,
         E, TOP, SHARED, SIGMOID, CORRECTED, RENORMALISE, SCALE,
-        GROUPS, TOP_GROUPS, PAIRS, PADDED, BT, EP, KP, GP,
+        GROUPS, TOP_GROUPS, PAIRS, BT, EP, KP, GP,
     )  # fmt: skip
     k = tl.arange(0, KP)
     at = token.to(tl.int64)[:, None] * (TOP + SHARED) + k[None, :]

@@ -49,13 +49,34 @@ def entry(kind: str, n: int, k: int, bucket: int, config: Config | None) -> dict
 
 
 def default(m: int, n: int) -> Config:
-    """For a shape that nobody measured: no split, at most 80 KB of shared memory."""
+    """For a shape that nobody measured: no split, at most 105 KB of shared memory, and as many
+    bytes on their way as the memory of a card of 132 multiprocessors wants. Narrow matrices are
+    fetched whole into the L2 cache: the kernel before them (attention) leaves the memory idle."""
     block_n = 16 if n <= 4096 else 32 if n <= 8192 else 64  # a program each multiprocessor
-    if block_m(m) == 16 and block_n == 16:
-        return Config(block_n, block_k=256, warps=4, stages=5, prefetch_bytes=32768)
-    if block_m(m) == 16:
-        return Config(block_n, block_k=8192 // block_n, warps=4, stages=4, prefetch_bytes=32768)
-    return Config(block_n, block_k=64, warps=4, stages=4, prefetch_bytes=32768)
+    bucket, ahead = block_m(m), 131072 if block_n == 16 else 32768
+    if bucket == 16 and block_n == 16:
+        return Config(block_n, block_k=256, warps=4, stages=5, prefetch_bytes=ahead)
+    if bucket == 16:
+        return Config(block_n, block_k=8192 // block_n, warps=4, stages=4, prefetch_bytes=ahead)
+    if bucket == 32:
+        block_k = 256 if block_n == 16 else 128
+        return Config(block_n, block_k, warps=4, stages=4, prefetch_bytes=ahead)
+    block_k, stages = {16: (128, 5), 32: (128, 4), 64: (64, 6)}[block_n]
+    if bucket > 64:
+        block_k, stages = 64, 4
+    return Config(block_n, block_k, warps=4, stages=stages, prefetch_bytes=ahead)
+
+
+def of_heads(m: int, n: int, k: int, head_dim: int) -> Config | None:
+    """For q, k and v of m tokens whose heads have norms: a program takes the rows of a head, of as
+    many columns as leave each multiprocessor one. None: no program takes heads of that size."""
+    if head_dim not in (16, 32, 64, 128, 256):
+        return None
+    block_k, split = max(16, min(256, 8192 // head_dim, k)), 1
+    while n // head_dim * split < 128 and block_k * split * 4 <= k:
+        split *= 2
+    stages = 6 if block_m(m) < 64 else 4
+    return Config(head_dim, block_k, warps=4, stages=stages, split_k=split, prefetch_bytes=65536)
 
 
 def choose(

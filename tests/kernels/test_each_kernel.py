@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
     ),
     "linear_kernel": lambda on: test_linear.test_linear(3, 37, 53, test_linear.SPLIT, DTYPE, on),
     "gate_up_kernel": lambda on: test_linear.test_gate_up(40, 33, 48, test_linear.WIDE, DTYPE, on),
-    "qkv_kernel": lambda on: test_linear.test_qkv(5, 3, 3, 4, 40, test_linear.SPLIT, DTYPE, on),
+    "qkv_kernel": lambda on: test_linear.test_qkv(6, 3, 1, 16, 53, test_linear.SPLIT, DTYPE, on),
     "_decode_kernel": lambda on: test_attention_decode.check(
         [1, 17, 75], d=80, dtype=DTYPE, padding=2
     ),
@@ -67,6 +67,7 @@ CASES: dict[str, Case] = {
     "route_kernel dispatch_kernel": lambda on: test_router.test_routing("pairs", 17, on),
     "count_kernel place_kernel": test_router.test_many_items,
     "route_dispatch_kernel": lambda on: test_router.test_routing("groups", 5, on),
+    "route_few_kernel": lambda on: test_router.test_few("plain", 5, 2, on),
     "latent_write_kernel": lambda on: test_latent.test_write("odd", DTYPE, on),
     "absorb_kernel value_up_kernel": lambda on: test_latent.test_up_and_down("even", 3, DTYPE, on),
     "latent_decode_kernel": lambda on: test_latent.test_decode("odd", [50, 2], 6, DTYPE, on),

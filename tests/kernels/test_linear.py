@@ -124,6 +124,7 @@ def test_gate_up(
         (5, 3, 3, 4, 40, SPLIT),
         (16, 4, 2, 8, 64, WIDE),
         (20, 2, 1, 20, 32, PLAIN),
+        (6, 3, 1, 16, 53, SPLIT),
     ],
 )
 def test_qkv(
@@ -141,6 +142,8 @@ def test_qkv(
     weight = draw(rows, k, dtype=dtype, device=device, scale=k**-0.5)
     bias = draw(rows, dtype=dtype, device=device)
     norm = (draw(k, dtype=dtype, device=device), 1e-5)
+    gains = (draw(d, dtype=dtype, device=device), draw(d, dtype=dtype, device=device), 1e-2)
+    norms = gains if config.block_n == d else None  # a program has the rows of a head
     for given_bias, given_norm in ((bias, None), (None, norm)):
         ours = paged(m, kv_heads, d, dtype, device)
         theirs = paged(m, kv_heads, d, dtype, device)
@@ -154,14 +157,16 @@ def test_qkv(
             ours.v,
             heads=heads,
             norm=given_norm,
+            norms=norms,
             q=poisoned(m, heads, d, dtype=dtype, device=device),
             config=config,
             workspace=Workspace(device),
             with_pdl=pdl.supported(device),
         )
         reference = qkv_reference(
-            x, weight, given_bias, *args, theirs.k, theirs.v, heads=heads, norm=given_norm
-        )
+            x, weight, given_bias, *args, theirs.k, theirs.v,
+            heads=heads, norm=given_norm, norms=norms,
+        )  # fmt: skip
         assert_close(q, reference, dtype)
         for mine, reference in ((ours.k, theirs.k), (ours.v, theirs.v)):
             places = written(reference)

@@ -56,12 +56,13 @@ def steps(runner: Runner) -> list[int]:
     return said
 
 
-def test_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folded", [False, True])
+def test_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folded: bool) -> None:
     name = "deepseek-v2"
     family, changes = test_mixtures.MODELS[name]
     monkeypatch.setitem(test_mixtures.MODELS, name, (family, changes | SIZES | LATENT))
     _, files = test_mixtures.tiny(name, tmp_path)
-    ours, reference = interpreted(files), on_the_cpu(files)
+    ours, reference = interpreted(files, folded=folded), on_the_cpu(files)
     before = [dict(runner.counters()) for runner in (ours, reference)]
     assert steps(ours) == steps(reference)
     after = [dict(runner.counters()) for runner in (ours, reference)]

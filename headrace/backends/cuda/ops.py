@@ -34,6 +34,7 @@ from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.soft_cap import cap_rows
+from headrace.kernels.tuned import of_heads
 from headrace.models.latent import LatentAttention
 from headrace.models.layers import (
     Attention,
@@ -156,9 +157,11 @@ class CudaOps:
         if attention.q_norm is not None and attention.k_norm is not None:
             q_norm, k_norm = attention.q_norm, attention.k_norm
             norms = q_norm.weight, k_norm.weight, q_norm.eps
-        plain = norms is None and not attention.clip and attention.rope != "none"
-        config = self._config("qkv", n, weights.weight)
-        if config is not None and plain and attention.own and not turn.by_token:
+        plain = not (attention.clip or turn.by_token) and attention.rope != "none"
+        config = fused = self._config("qkv", n, weights.weight)
+        if config is not None and norms is not None:
+            fused = of_heads(n, *weights.weight.shape, out.shape[2])
+        if fused is not None and plain and attention.own:
             y, gain = self._taken(x, norm)
             return qkv(
                 y,
@@ -171,8 +174,9 @@ class CudaOps:
                 v,
                 heads=out.shape[1],
                 norm=gain,
+                norms=norms,
                 q=out,
-                **self._options(config),
+                **self._options(fused),
             )
         both, scale, bias = self._projected(x, norm, weights, config)
         return rotary_write(
@@ -363,14 +367,20 @@ class CudaOps:
         pieces = -(-n // mixture.tokens)
         for piece in range(pieces):
             own = slice(n * piece // pieces, n * (piece + 1) // pieces)
+            part, eps = x[own], None
+            if isinstance(norm, RMSNorm) and norm.folded and mixture.few(part):
+                normed, eps = part, norm.eps
+            else:
+                normed = self._normed(part, norm)
             mixture.add(
                 layer,
-                x[own],
-                self._normed(x[own], norm),
+                part,
+                normed,
                 mlp,
                 self._rows[own],
                 spare,
                 place.workspace,
+                eps=eps,
                 with_pdl=place.pdl,
             )
         return x
