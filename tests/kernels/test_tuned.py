@@ -35,9 +35,9 @@ def test_beyond_these_kernels_the_library() -> None:
 
 @pytest.mark.parametrize("m", [1, 17, 64])
 @pytest.mark.parametrize("n", [512, 5120, 152064])
-def test_the_default_fits_every_card(m: int, n: int) -> None:
+def test_two_programs_of_the_default_fit_a_measured_card(m: int, n: int) -> None:
     config = default(m, n)
-    assert shared_bytes(config, block_m(m)) <= 80 << 10
+    assert shared_bytes(config, block_m(m)) <= 105 << 10
     assert config.split_k == 1, "a default needs no workspace"
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(m, 4096, dtype=dtype)
