@@ -160,7 +160,8 @@ class CudaOps:
         plain = not (attention.clip or turn.by_token) and attention.rope != "none"
         config = fused = self._config("qkv", n, weights.weight)
         if config is not None and norms is not None:
-            fused = of_heads(n, *weights.weight.shape, out.shape[2])
+            rows, width = weights.weight.shape
+            fused = of_heads(n, rows, width, out.shape[2])
         if fused is not None and plain and attention.own:
             y, gain = self._taken(x, norm)
             return qkv(
