@@ -8,6 +8,7 @@ resolved later, once, by whoever knows the facts (`Resolved` pairs a value with 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -69,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     overlap: Literal["auto", "on", "off"] = "auto"
     api_workers: str = "auto"
     api_key: tuple[str, ...] = ()
+    ui: bool = True
     api_timeout_s: Annotated[float, Meta(ge=3)] = 10.0  # several beats: one comes each second
     engine_timeout_s: SomeSeconds = 10.0
     shutdown_timeout_s: Seconds = 30.0
@@ -149,6 +151,7 @@ HELP: Mapping[str, str] = {
     "api_workers": "HTTP processes: a number, or auto",
     "api_key": "when set, requests need `Authorization: Bearer KEY` or `x-api-key: KEY`; /health "
     "and /ready do not; sha256:HEX stands for the key with that digest",
+    "ui": "the live page at /ui, for this machine alone unless there is an --api-key",
     "api_timeout_s": "an HTTP process silent for this long loses its requests",
     "engine_timeout_s": "an engine process silent for this long fails open streams",
     "shutdown_timeout_s": "after SIGTERM, running streams have this long to end",
@@ -213,6 +216,16 @@ class Source(msgspec.Struct, frozen=True):
 def is_list(key: str) -> bool:
     """The setting holds several texts: a flag that may be repeated, a TOML list (or one text)."""
     return type(getattr(_DEFAULTS, key)) is tuple
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this machine alone."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def flag_of(key: str) -> str:

@@ -28,7 +28,7 @@ import headrace
 from headrace import launch
 from headrace.backends.choose import resolve_api_workers, resolve_backend
 from headrace.children import die_with_parent
-from headrace.config import Settings
+from headrace.config import Settings, is_loopback
 from headrace.errors import ConfigError
 from headrace.load_bar import LoadBar
 from headrace.pages import give_back
@@ -250,6 +250,8 @@ class Supervisor:
             f'-d \'{{"model": "{self.files.name}", "max_tokens": 40, '
             f'"messages": [{{"role": "user", "content": "What is a headrace?"}}]}}\''
         )
+        if self.settings.ui and (self.settings.api_key or is_loopback(self.settings.host)):
+            self.say(f"look: {url}/ui")
         give_back()
         self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,6 +143,28 @@ def test_small_files_and_functions(path: Path) -> None:
             lines = (node.end_lineno or 0) - node.lineno + 1 - docstring_lines(node)
             limit = MAX_KERNEL_LINES if is_kernel(node) else MAX_FUNCTION_LINES
             assert lines <= limit, f"{path}: {node.name} has {lines} lines"
+
+
+PAGE = sorted([*PACKAGE.rglob("*.js"), *PACKAGE.rglob("*.css")])
+# A function or method of JavaScript: its first line, and the end of it at the same depth.
+JS_FUNCTION = re.compile(
+    r"^( *)(?:export )?(?:static |async )*(?:function\*? |#?\w+\()(?!.*;$).*\{$\n((?:.*\n)*?)^\1\}",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("path", PAGE, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_small_files_of_the_page(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES, path
+    for match in JS_FUNCTION.finditer(text):
+        lines = match[0].count("\n") + 1
+        assert lines <= MAX_FUNCTION_LINES, f"{path}: {match[0].splitlines()[0]} has {lines} lines"
+
+
+def test_the_measure_of_javascript_finds_functions() -> None:
+    text = "".join(path.read_text() for path in PAGE if path.suffix == ".js")
+    assert len(JS_FUNCTION.findall(text)) >= text.count("\nexport function ") > 20
 
 
 def test_every_stage_is_claimed() -> None:

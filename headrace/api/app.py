@@ -21,6 +21,7 @@ from headrace.api import (
     messages,
     models,
     openapi,
+    page,
     relay,
     responses,
     score,
@@ -87,14 +88,15 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
             await others.close()
             await service.responses.close()
 
+    routes = (*ROUTES, *page.ROUTES) if service.settings.ui else ROUTES
     app = Starlette(
-        routes=ROUTES,
+        routes=routes,
         lifespan=lifespan,
         exception_handlers={HeadraceError: handle, HTTPException: handle, Exception: handle},
     )
     app.router.redirect_slashes = False
     app.state.service = service
-    paths = [route.path for route in ROUTES]
+    paths = [route.path for route in routes]
     settings = service.settings
     seats = seats or Seats(settings.max_streams)
     edge = Edge(

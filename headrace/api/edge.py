@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.api import chat_socket
+from headrace.api import chat_socket, page
 from headrace.api.errors import response_of
 from headrace.api.exchange import Exchange, Exchanges
 from headrace.api.keys import Keys
@@ -117,7 +117,7 @@ class Edge:
     def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         """Before the body is read. Whether a seat was taken; raises Unauthorized or Busy."""
         path = scope["path"]
-        if path not in OPEN_PATHS:
+        if path not in OPEN_PATHS and (page.is_data(path) or not page.is_page(path)):
             self._check_key(headers)
         if scope["method"] != "POST" or path not in self._paths or path in SEATLESS_PATHS:
             return False
@@ -135,7 +135,7 @@ class Edge:
         status = exchange.error.status if exchange.error else exchange.status or 500
         self._metrics.count_request(path, status)
         access.log(
-            logging.DEBUG if path in QUIET_PATHS else logging.INFO,
+            logging.DEBUG if path in QUIET_PATHS or page.is_page(scope["path"]) else logging.INFO,
             "%s %s %d %.1f ms id=%s%s",
             scope["method"],
             path,

@@ -55,7 +55,8 @@ ERROR = {
 
 async def openapi(request: Request) -> Response:
     """The document. Fields that this server knows and does not honour are not in it."""
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    known = [route for route in request.app.routes if isinstance(route, Route)]
+    routes = [route for route in known if route.include_in_schema]  # not those of the live page
     made = document(routes, service_of(request).name)
     return Response(encode_json(made), media_type="application/json")
 

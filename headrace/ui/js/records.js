@@ -1,0 +1,67 @@
+// The ring of requests, and the whole record of the chosen one.
+import { cell } from "./cell.js";
+import { getJson } from "./server.js";
+import { place } from "./route.js";
+
+const REST_MS = 1000; // between looks, while somebody looks
+export const LIMIT = 50;
+
+/** Light records, newest first. */
+export const ring = cell([]);
+/** {record} of the chosen request, {problem} or {} when none is chosen. */
+export const chosen = cell({});
+/** The eleven stages with their metrics. */
+export const stages = cell([]);
+
+let looking = false;
+let quick = 0;
+
+export function startRecords() {
+  place.watch(() => look());
+  document.addEventListener("visibilitychange", () => document.hidden || look());
+  setInterval(() => document.hidden || look(), REST_MS);
+  return look();
+}
+
+/** Look now: something has begun or ended. */
+export async function look() {
+  if (looking) {
+    quick += 1; // once more when this look is over
+    return;
+  }
+  looking = true;
+  try {
+    do {
+      quick = 0;
+      await Promise.all([
+        lookAt(stages, "ui/api/stages"),
+        lookAt(ring, `ui/api/requests?limit=${LIMIT}`),
+        lookAtChosen(),
+      ]);
+    } while (quick);
+  } finally {
+    looking = false;
+  }
+}
+
+async function lookAt(target, path) {
+  try {
+    target.set(await getJson(path));
+  } catch {
+    // What was known stays; the bar at the top says that the server is away.
+  }
+}
+
+async function lookAtChosen() {
+  const { id } = place.value;
+  if (!id) return chosen.set({});
+  const { record } = chosen.value;
+  if (record?.id === id && record.state === "done") return; // it does not change any more
+  try {
+    const found = await getJson(`ui/api/requests/${encodeURIComponent(id)}`);
+    if (place.value.id === id) chosen.set({ record: found });
+  } catch (error) {
+    if (place.value.id === id && chosen.value.problem !== error.message)
+      chosen.set({ id, problem: error.message });
+  }
+}
