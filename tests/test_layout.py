@@ -157,6 +157,7 @@ JS_FUNCTION = re.compile(
 def test_small_files_of_the_page(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES, path
+    assert max(map(len, text.splitlines())) <= 100, path
     for match in JS_FUNCTION.finditer(text):
         lines = match[0].count("\n") + 1
         assert lines <= MAX_FUNCTION_LINES, f"{path}: {match[0].splitlines()[0]} has {lines} lines"

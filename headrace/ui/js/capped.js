@@ -3,8 +3,8 @@ import { el } from "./dom.js";
 import { count } from "./format.js";
 
 /**
- * The first `most` items in `box`, and a button for the next ones. make(item, index): a node to add;
- * after(): called when more were added.
+ * The first `most` items in `box`, and a button for the next ones. make(item, index): a node to
+ * add; after(): called when more were added.
  */
 export function capped(box, items, most, make, after = () => {}) {
   let shown = 0;
@@ -14,7 +14,8 @@ export function capped(box, items, most, make, after = () => {}) {
     box.append(...next);
     shown += next.length;
     more.hidden = shown >= items.length;
-    more.textContent = `Show ${count(Math.min(most, items.length - shown))} more of ${count(items.length - shown)}`;
+    const left = items.length - shown;
+    more.textContent = `Show ${count(Math.min(most, left))} more of ${count(left)}`;
     after();
   };
   more.addEventListener("click", show);

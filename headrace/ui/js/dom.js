@@ -50,24 +50,21 @@ export function block(title, remark, ...children) {
   return el("section", { class: "block" }, head, ...children);
 }
 
-/** A table. columns: [title, "num" or ""], rows: arrays of texts or nodes, or {cells, class}. */
+/**
+ * A table. columns: "title", "#title" for figures, "~" for bars. rows: arrays of texts or nodes, or
+ * {cells, class}.
+ */
 export function table(caption, columns, rows) {
-  const head = columns.map(([title, kind]) =>
-    el("th", { scope: "col", class: kind || null, text: title }),
+  const kinds = columns.map((title) => ({ "#": "num", "~": "wide" })[title[0]] ?? null);
+  const head = columns.map((title, at) =>
+    el("th", { scope: "col", class: kinds[at], text: kinds[at] ? title.slice(1) : title }),
   );
   const body = rows.map((row) => {
     const { cells, class: name } = Array.isArray(row) ? { cells: row } : row;
-    return el(
-      "tr",
-      { class: name },
-      cells.map((cell, at) =>
-        el(
-          "td",
-          { class: columns[at][1] || null },
-          cell instanceof Node ? cell : String(cell ?? ""),
-        ),
-      ),
+    const made = cells.map((cell, at) =>
+      el("td", { class: kinds[at] }, cell instanceof Node ? cell : String(cell ?? "")),
     );
+    return el("tr", { class: name }, made);
   });
   return el(
     "table",

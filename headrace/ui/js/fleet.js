@@ -103,16 +103,7 @@ function ledger(entries) {
     el("div", { class: `bar ${SERIES[at % SERIES.length]}`, vars: { "--part": one.bytes / most } }),
   ]);
   if (!rows.length) return el("p", { class: "label", text: "This backend keeps no ledger." });
-  const made = table(
-    "Memory ledger",
-    [
-      ["what for", ""],
-      ["bytes", "num"],
-      ["", ""],
-    ],
-    rows,
-  );
-  for (const cell of made.querySelectorAll("tbody td:last-child")) cell.className = "wide";
+  const made = table("Memory ledger", ["what for", "#bytes", "~"], rows);
   return made;
 }
 
@@ -159,15 +150,7 @@ function lastSteps(steps) {
     ]);
   return table(
     "Last steps",
-    [
-      ["step", ""],
-      ["time", "num"],
-      ["tokens", "num"],
-      ["of prompts", "num"],
-      ["rows", "num"],
-      ["waiting", "num"],
-      ["KV blocks", "num"],
-    ],
+    ["step", "#time", "#tokens", "#of prompts", "#rows", "#waiting", "#KV blocks"],
     rows,
   );
 }

@@ -13,7 +13,7 @@ const PHASES = {
   emit: "Emit: logits to text",
 };
 const NOTHING =
-  "Choose a request on the right, or ask something in the chat: each stage then shows what it did for that request.";
+  "Choose a request from the list, or ask something in the chat: each stage then shows its part.";
 
 export function startPipeline(box) {
   const tabs = el("div", { class: "stages", role: "tablist", "aria-label": "Stages of a request" });

@@ -2,7 +2,7 @@
 import { events } from "./sse.js";
 import { cell } from "./cell.js";
 
-const ROOT = new URL("../../../../", import.meta.url); // of this file: ui/files/VERSION/js/server.js
+const ROOT = new URL("../../../../", import.meta.url); // this is ui/files/VERSION/js/server.js
 const KEY = "headrace-key"; // in sessionStorage alone: gone with the tab
 
 /** true while the server wants a key that it has not got. */

@@ -2,7 +2,7 @@
 import { el } from "./dom.js";
 import { perFrame } from "./frame.js";
 
-const NODE_CHARS = 4096; // a text is kept in parts of this size, so that adding costs the last one alone
+const NODE_CHARS = 4096; // of a part of a text: adding costs the last part alone
 
 /** {node, add(text), think(text), note(text), fail(text), text()}; log: what scrolls. */
 export function turn(who, log) {

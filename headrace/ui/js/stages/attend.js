@@ -20,14 +20,7 @@ export function view(record) {
   const most = Math.max(...own.map(({ row }) => row.start + row.count));
   const made = table(
     "What attention read",
-    [
-      ["step", ""],
-      ["queries at", "num"],
-      ["keys read", "num"],
-      ["blocks", "num"],
-      ["time of the step", "num"],
-      ["", ""],
-    ],
+    ["step", "#queries at", "#keys read", "#blocks", "#time of the step", "~"],
     [],
   );
   const [, more] = capped(made.tBodies[0], own, PORTION, ({ step, row }) => {

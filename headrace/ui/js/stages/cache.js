@@ -16,15 +16,13 @@ export function view(record) {
   if (!blocks) return missing(record, "its blocks");
   const size = blocks.block_size;
   const origin = (name) => blocks.table.filter(([, one]) => one === name).length;
-  const cells = blocks.table
-    .slice(0, MOST_BLOCKS)
-    .map(([number, from], at) =>
-      el("span", {
-        class: `cell ${SERIES[from] ?? ""}`,
-        title: `${from}: positions ${at * size} to ${(at + 1) * size - 1}`,
-        text: String(number),
-      }),
-    );
+  const cells = blocks.table.slice(0, MOST_BLOCKS).map(([number, from], at) =>
+    el("span", {
+      class: `cell ${SERIES[from] ?? ""}`,
+      title: `${from}: positions ${at * size} to ${(at + 1) * size - 1}`,
+      text: String(number),
+    }),
+  );
   for (const [at, cell] of cells.entries()) cell.dataset.block = String(blocks.table[at][0]);
   const about = facts([
     ["blocks", blocks.table.length],
@@ -52,26 +50,16 @@ export function view(record) {
 }
 
 function events(all) {
-  const rows = all
-    .slice(0, MOST_EVENTS)
-    .map(({ step, kind, blocks }) => [
-      `#${step}`,
-      kind,
-      el("span", {
-        class: "mono",
-        text: blocks.slice(0, 64).join(" ") + (blocks.length > 64 ? " …" : ""),
-      }),
-    ]);
+  const rows = all.slice(0, MOST_EVENTS).map(({ step, kind, blocks }) => [
+    `#${step}`,
+    kind,
+    el("span", {
+      class: "mono",
+      text: blocks.slice(0, 64).join(" ") + (blocks.length > 64 ? " …" : ""),
+    }),
+  ]);
   if (!rows.length) return el("p", { class: "label", text: "Nothing yet." });
-  const made = table(
-    "Events of the blocks",
-    [
-      ["step", ""],
-      ["what", ""],
-      ["blocks", ""],
-    ],
-    rows,
-  );
+  const made = table("Events of the blocks", ["step", "what", "blocks"], rows);
   return all.length > MOST_EVENTS
     ? el("div", {}, made, el("p", { class: "label", text: `and ${all.length - MOST_EVENTS} more` }))
     : made;

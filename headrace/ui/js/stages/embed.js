@@ -28,16 +28,7 @@ export function view(record) {
   const said = record.tokens
     ? [...(tokens.prompt ?? []), ...(tokens.output ?? []).filter((one) => !one.choice)]
     : [];
-  const made = table(
-    "Positions",
-    [
-      ["position", "num"],
-      ["id", "num"],
-      ["token", ""],
-      ["from", ""],
-    ],
-    [],
-  );
+  const made = table("Positions", ["#position", "#id", "token", "from"], []);
   const prompt = tokens?.prompt?.length ?? 0;
   const rows = capped(made.tBodies[0], said, PORTION, (token, at) =>
     el(

@@ -17,45 +17,12 @@ export function view(record) {
   ]);
   const chunks = ownRows(record, "prefill");
   if (!chunks.length) return [about, ...missing(record, "chunks of the prompt")];
-  const whole = Math.max(1, usage.prompt_tokens ?? 0);
-  const part = (from, size, series, title) =>
-    el("div", {
-      class: `bar ${series}`,
-      title,
-      vars: { "--from": from / whole, "--part": size / whole },
-    });
-  const rows = chunks.flatMap(({ step, rows: own }) =>
-    own.map((row) => [
-      `#${step.step}`,
-      `${row.start}…${row.start + row.count - 1}`,
-      String(row.count),
-      ms(step.ms),
-      String(step.rows.length),
-      part(row.start, row.count, "is-1", `tokens ${row.start} to ${row.start + row.count - 1}`),
-    ]),
-  );
-  if (usage.cached_tokens)
-    rows.unshift([
-      "cache",
-      `0…${usage.cached_tokens - 1}`,
-      String(usage.cached_tokens),
-      "",
-      "",
-      part(0, usage.cached_tokens, "is-3", "from the cache"),
-    ]);
+  const rows = rowsOf(chunks, usage);
   const made = table(
     "Chunks of the prompt",
-    [
-      ["step", ""],
-      ["positions", "num"],
-      ["tokens", "num"],
-      ["time of the step", "num"],
-      ["rows in it", "num"],
-      ["", ""],
-    ],
+    ["step", "#positions", "#tokens", "#time of the step", "#rows in it", "~"],
     rows,
   );
-  for (const cell of made.querySelectorAll("tbody td:last-child")) cell.className = "wide";
   return [
     about,
     block(
@@ -68,4 +35,23 @@ export function view(record) {
       made,
     ),
   ];
+}
+
+function rowsOf(chunks, { cached_tokens: cached = 0, prompt_tokens: whole }) {
+  const part = (from, size, series) => {
+    const vars = { "--from": from / whole, "--part": size / whole };
+    return el("div", { class: `bar ${series}`, vars });
+  };
+  const rows = chunks.flatMap(({ step, rows: own }) =>
+    own.map((row) => [
+      `#${step.step}`,
+      `${row.start}…${row.start + row.count - 1}`,
+      String(row.count),
+      ms(step.ms),
+      String(step.rows.length),
+      part(row.start, row.count, "is-1"),
+    ]),
+  );
+  if (!cached) return rows;
+  return [["cache", `0…${cached - 1}`, String(cached), "", "", part(0, cached, "is-3")], ...rows];
 }

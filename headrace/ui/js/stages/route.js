@@ -46,16 +46,6 @@ function times(at_ms) {
     });
     return [NAMES[name], ms(time), at ? `+${ms(Math.max(0, time - before))}` : "", bar];
   });
-  const made = table(
-    "Times of the request",
-    [
-      ["moment", ""],
-      ["after", "num"],
-      ["step", "num"],
-      ["", ""],
-    ],
-    rows,
-  );
-  for (const cell of made.querySelectorAll("tbody td:last-child")) cell.className = "wide";
+  const made = table("Times of the request", ["moment", "#after", "#step", "~"], rows);
   return made;
 }

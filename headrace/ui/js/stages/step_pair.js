@@ -45,13 +45,7 @@ function card(step, name, kind) {
     ]),
     table(
       `Rows of step ${step.step}`,
-      [
-        ["request", ""],
-        ["kind", ""],
-        ["positions", "num"],
-        ["tokens", "num"],
-        ["draws", "num"],
-      ],
+      ["request", "kind", "#positions", "#tokens", "#draws"],
       shown,
     ),
     rest > 0 ? el("p", { class: "label", text: `and ${rest} more rows` }) : null,

@@ -33,16 +33,7 @@ export function view(record) {
 function leaving(record) {
   const { text } = record;
   if (!text?.length) return missing(record, "its text, piece by piece");
-  const made = table(
-    "Text that left",
-    [
-      ["token", "num"],
-      ["choice", "num"],
-      ["left", ""],
-      ["held back after it", ""],
-    ],
-    [],
-  );
+  const made = table("Text that left", ["#token", "#choice", "left", "held back after it"], []);
   const [, more] = capped(made.tBodies[0], text, PORTION, (one) =>
     el(
       "tr",

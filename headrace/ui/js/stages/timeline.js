@@ -11,7 +11,7 @@ const PARTS = [
   ["other_prefill", "series-4"],
   ["other_decode", "series-3"],
 ];
-const chosenAt = new Map(); // request -> index of its chosen step, kept while the panel is made anew
+const chosenAt = new Map(); // request -> index of its chosen step; outlives a panel
 
 /** steps: of the record `id`. Returns nodes. */
 export function timeline(id, steps) {
@@ -38,10 +38,9 @@ export function timeline(id, steps) {
     at = Math.max(0, Math.min(steps.length - 1, next));
     chosenAt.set(id, at);
     slider.value = String(at);
-    slider.setAttribute(
-      "aria-valuetext",
-      `step ${steps[at].step}: ${steps[at].tokens} tokens, ${steps[at].rows.length} rows, ${ms(steps[at].ms)}`,
-    );
+    const { step, tokens, rows, ms: took_ms } = steps[at];
+    const words = `step ${step}: ${tokens} tokens, ${rows.length} rows, ${ms(took_ms)}`;
+    slider.setAttribute("aria-valuetext", words);
     told.textContent = `${at + 1} of ${steps.length}`;
     pair.replaceChildren(stepPair(steps[at], steps[at + 1]));
     drawn.redraw();

@@ -1,4 +1,4 @@
-// Stage number -> what it shows of a request: figure(record) beside its name, view(record) when open.
+// Stage number -> what it shows of a request: figure(record) beside its name, view(record) below.
 import * as attend from "./attend.js";
 import * as cache from "./cache.js";
 import * as decode from "./decode.js";
