@@ -8,7 +8,7 @@ import pytest
 
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
-from tests.devices import BACKEND_PARAMS, WITHOUT_CUDA, WITHOUT_NATIVE
+from tests.devices import BACKEND_PARAMS, WITHOUT_BROWSER, WITHOUT_CUDA, WITHOUT_NATIVE
 
 if WITHOUT_CUDA:
     # Before anything imports triton, as transformers does: what triton has made by then stays
@@ -34,3 +34,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"NOT RUN: tests on the cuda backend: {WITHOUT_CUDA}")
     if WITHOUT_NATIVE:
         terminalreporter.write_line(f"NOT RUN: tests on native kernels: {WITHOUT_NATIVE}")
+    if WITHOUT_BROWSER:
+        terminalreporter.write_line(f"NOT RUN: tests of the live page: {WITHOUT_BROWSER}")

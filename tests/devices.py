@@ -1,8 +1,9 @@
 """Backends that tests run on: the processor on torch always, on native kernels where there is a
-compiler, a CUDA device where there is one."""
+compiler, a CUDA device where there is one. And the browser, where there is one."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def _without_cuda() -> str:
 WITHOUT_CUDA = _without_cuda()  # why nothing runs on cuda here; "" = it does
 _COMPILER = find_compiler()
 WITHOUT_NATIVE = _COMPILER.reason if isinstance(_COMPILER, Unavailable) else ""
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+WITHOUT_BROWSER = "" if BROWSER else "no Chromium (Debian: apt install chromium)"
 BACKENDS = tuple(
     name
     for name, missing in (("cpu", ""), ("native", WITHOUT_NATIVE), ("cuda", WITHOUT_CUDA))
