@@ -15,7 +15,6 @@ const MULTIPLES = [
   ["steps/s", (now) => now.steps_per_s, count],
   ["KV in use", (now) => (now.kv?.blocks ? now.kv.used / now.kv.blocks : 0), percent],
 ];
-const SERIES = ["is-1", "is-2", "is-3", "is-4"];
 const MOST_STEPS = 12;
 
 export function startFleet(box) {
@@ -97,10 +96,10 @@ function multiple([name, read, write]) {
 
 function ledger(entries) {
   const most = Math.max(1, ...entries.map((one) => one.bytes));
-  const rows = entries.map((one, at) => [
+  const rows = entries.map((one) => [
     one.name,
     bytes(one.bytes),
-    el("div", { class: `bar ${SERIES[at % SERIES.length]}`, vars: { "--part": one.bytes / most } }),
+    el("div", { class: "bar", vars: { "--part": one.bytes / most } }),
   ]);
   if (!rows.length) return el("p", { class: "label", text: "This backend keeps no ledger." });
   const made = table("Memory ledger", ["what for", "#bytes", "~"], rows);

@@ -44,7 +44,7 @@ export function metric(name, value) {
   if (typeof value === "number") return seconds ? ms(value * 1e3) : count(value);
   const middle = value.p50;
   if (middle === null || middle === undefined) return "";
-  return `p50 ${seconds ? ms(middle * 1e3) : count(middle)}`;
+  return seconds ? ms(middle * 1e3) : count(middle);
 }
 
 /** The same in full, for the head of a stage. */

@@ -65,7 +65,7 @@ function paint(canvas, states, mine) {
   const columns = Math.max(1, Math.ceil(Math.sqrt(shown * 8)));
   const rows = Math.max(1, Math.ceil(shown / columns));
   const colour = colours(canvas);
-  const ink = [...SERIES.map((name) => colour[name]), colour.alarm].map(channels);
+  const ink = [...SERIES.map((name) => colour[name]), colour.ink].map(channels);
   const image = new ImageData(columns, rows);
   for (let at = 0; at < shown; at += 1) {
     image.data.set(ink[mine.has(at) ? 4 : states[at]], at * 4);

@@ -3,7 +3,7 @@ import { el } from "./dom.js";
 import { painted } from "./theme.js";
 import { perFrame } from "./frame.js";
 
-const NAMES = ["series-1", "series-2", "series-3", "series-4", "ground", "grid", "label", "alarm"];
+const NAMES = ["series-1", "series-2", "series-3", "series-4", "ground", "grid", "label", "ink"];
 
 /**
  * A drawing. draw(context, width, height, colours) is called for each new size or colour, and by

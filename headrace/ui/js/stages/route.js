@@ -15,7 +15,9 @@ const NAMES = {
 };
 
 export function figure(record) {
-  return record.endpoint.replace("/v1/", "");
+  return record.endpoint.split("/").at(-1) === "completions" && record.endpoint.includes("chat")
+    ? "chat"
+    : record.endpoint.replace("/v1/", "");
 }
 
 export function view(record) {
