@@ -31,7 +31,9 @@ def _without_cuda() -> str:
 WITHOUT_CUDA = _without_cuda()  # why nothing runs on cuda here; "" = it does
 _COMPILER = find_compiler()
 WITHOUT_NATIVE = _COMPILER.reason if isinstance(_COMPILER, Unavailable) else ""
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
 WITHOUT_BROWSER = "" if BROWSER else "no Chromium (Debian: apt install chromium)"
 BACKENDS = tuple(
     name

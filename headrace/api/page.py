@@ -27,7 +27,12 @@ DATA = "/ui/api/"  # the only paths of the page that show anything of requests
 FOLDER = Path(__file__).parents[1] / "ui"
 VERSION = "{{version}}"  # in index.html: stands for a digest of all files
 VERSION_DIGITS = 16
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 SAFETY = {
     # No script but ours, none written into the document, no text parsed as markup by any script.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

@@ -8,7 +8,7 @@ import { ownRows } from "./step_rows.js";
 
 export function figure(record) {
   const made = record.usage?.completion_tokens;
-  return made ? `${made} tokens` : "";
+  return made ? `${made} tok` : "";
 }
 
 export function view(record) {

@@ -6,7 +6,7 @@ import { missing } from "./missing.js";
 const MOST_CHARS = 60000; // of a prompt on the screen
 
 export function figure(record) {
-  return record.prompt ? `${count(record.prompt.text.length)} chars` : "";
+  return record.prompt ? `${count(record.prompt.text.length)} ch` : "";
 }
 
 export function view(record) {

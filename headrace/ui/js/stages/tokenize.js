@@ -4,7 +4,7 @@ import { chips } from "./chips.js";
 import { missing } from "./missing.js";
 
 export function figure(record) {
-  return record.usage?.prompt_tokens ? `${record.usage.prompt_tokens} tokens` : "";
+  return record.usage?.prompt_tokens ? `${record.usage.prompt_tokens} tok` : "";
 }
 
 export function view(record) {
