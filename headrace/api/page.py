@@ -1,8 +1,8 @@
 """GET /ui: the live page. Its files are those of headrace/ui as they are; nothing is built.
 
-The page itself holds no data, so a browser may fetch it without a key and ask for one. What it shows
-comes from /ui/api, which `guarded` keeps to those who may see the requests of others: with API keys
-whoever has one (the edge has looked by then), without keys programs of this machine alone.
+The page itself holds no data, so a browser may fetch it without a key and ask for one. What it
+shows comes from /ui/api, which `guarded` keeps to those who may see the requests of others: with
+API keys whoever has one (the edge has looked by then), without keys programs of this machine alone.
 """
 
 from __future__ import annotations
