@@ -88,6 +88,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     response_store_count: Natural = 1000
     response_store_bytes: Positive = 64 * 2**20
     response_store_ttl_s: SomeSeconds = 3600.0
+    record_count: Natural = 200
+    record_bytes: Positive = 64 * 2**20
     stream_resume_s: Seconds = 0.0
     stream_resume_bytes: Annotated[int, Meta(ge=4096)] = 2**20
     hook: tuple[str, ...] = ()
@@ -170,6 +172,8 @@ HELP: Mapping[str, str] = {
     "response_store_count": "most responses of /v1/responses that are kept; 0 = none",
     "response_store_bytes": "most bytes that they may take, conversations included",
     "response_store_ttl_s": "seconds after which a kept response is forgotten",
+    "record_count": "newest requests that the live page lists, in each HTTP process; 0 = none",
+    "record_bytes": "most bytes of those that asked to be recorded in full",
     "stream_resume_s": "seconds that a stream goes on without its client, which may come back with "
     "Last-Event-ID; 0 = none: a client that leaves ends its request",
     "stream_resume_bytes": "newest events of such a stream that are kept for that",

@@ -77,7 +77,8 @@ def build_engine(
     from headrace.engine.loop import Engine
 
     fake = settings.backend == "fake"
-    runner = _fake_runner(settings) if fake else _torch_runner(settings, files, report, progress)
+    loaded = None if fake else _load_runner(settings, files, report, progress)
+    runner = _fake_runner(settings) if loaded is None else loaded[0]
     facts = runner.capacity
     target_s = resolve_itl_target_s(settings, facts.cost)
     if target_s.value:
@@ -101,6 +102,10 @@ def build_engine(
         width=facts.width,
         labels=facts.labels,
         generates=facts.generates,
+        records=True,
+        draws_note=facts.draws_note,
+        positions=loaded[1].spec.known_positions if loaded else None,
+        ledger=loaded[1].sizes if loaded else [],
     )
 
 
@@ -157,9 +162,10 @@ def _fake_sizes(settings: Settings) -> tuple[int, int]:
     return blocks, min(settings.max_model_len or FAKE_MODEL_LEN, room)
 
 
-def _torch_runner(
+def _load_runner(
     settings: Settings, files: ModelFiles, report: Report, progress: Progress | None
-) -> Any:
+) -> tuple[Any, Any]:
+    """The runner, and `runner.build.LoadInfo`."""
     if files.kind == "fake":
         raise ConfigError("the fake model needs backend = fake", param="backend")
     begun = time.perf_counter()
@@ -170,7 +176,7 @@ def _torch_runner(
     runner, info = load_runner(settings, files, report, progress)
     for line in info.ledger:
         report(line, 0.0)
-    return runner
+    return runner, info
 
 
 @contextmanager

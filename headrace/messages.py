@@ -25,6 +25,7 @@ Pooling = Literal["mean", "last", "scores"]
 Pool = Literal["sum", "last", "scores"]
 
 NO_TOKEN_ALLOWED = "no token is allowed"  # StepResult.failed: rules and masks left none
+WATCHED_S = 3.0  # a Look keeps the engine noting its steps for so long
 EVERY = -1  # Done.handle: all of this API process's live requests are gone (it was silent too long)
 
 
@@ -133,6 +134,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     prompt_logprobs: int = -1  # as Sampling.logprobs, for prompt tokens 1, 2, ...; no cache is read
     grammar: Grammar | None = None
     pooling: Pooling | None = None  # one `Vector` answers it, and no token: max_tokens is 0, n is 1
+    record: bool = False  # tell what becomes of it, step by step: `TokenOut.recorded`
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -153,7 +155,13 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """An API process is alive. One a second; see `Settings.api_timeout_s`."""
 
 
-ToEngine = Submit | Abort | Finish | Beat
+class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """Somebody watches the engine: one `View` answers it. For WATCHED_S from now steps are kept."""
+
+    states: bool = False  # of each block too
+
+
+ToEngine = Submit | Abort | Finish | Beat | Look
 
 # ---------------------------------------------------------------- engine -> API process
 
@@ -182,6 +190,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     decode_s: float = 0.0  # first token -> last token
     compute_s: float = 0.0  # its share of the device's time; see `engine.shares`
     recompute_s: float = 0.0  # of that, for KV that preemptions had lost
+    preempted_s: list[float] = []  # time.monotonic() of each preemption
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -199,6 +208,98 @@ class Vector(msgspec.Struct, frozen=True, array_like=True):
     values: bytes  # float32, little-endian: as many as the model's width, or its labels
 
 
+class StepView(msgspec.Struct, frozen=True, array_like=True):
+    """One step as it ran. Columns, an entry a forward row: decode rows first. Times are
+    time.monotonic(), 0 = it has not landed yet."""
+
+    step: int
+    launched_s: float
+    landed_s: float
+    device_s: float  # the device worked on it
+    waiting: int  # requests, when it was planned
+    kv_used: int  # blocks, when it was planned
+    decodes: int  # how many of the rows are decode rows
+    requests: list[int]  # numbers of the engine's own, which say nothing of who asked
+    starts: list[int]
+    counts: list[int]
+    draws: list[int]
+
+
+BlockEvent = Literal["shared", "allocated", "copied", "freed", "evicted", "preempted"]
+
+
+class BlockNote(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one choice. At `first` in its table; -1 where they stand in no table.
+
+    shared     found in the prefix cache, or those of the choice that it was forked from
+    allocated  new
+    copied     new, and what a block that others share held was copied into it
+    evicted    of those, whose cached prefix was given up for this request
+    preempted  taken away; freed: given back
+    """
+
+    step: int  # the plan that did it; of "freed" the newest one
+    choice: int
+    kind: BlockEvent
+    first: int
+    blocks: list[int]
+
+
+class StageView(msgspec.Struct, frozen=True, array_like=True):
+    """What a stage of sampling left: values [len(ids)] of the likeliest tokens, falling."""
+
+    name: str  # see `observe` of the stages: docs/recording.md
+    kept: int  # tokens that may still be drawn; -1 = not counted
+    ids: list[int]
+    values: list[float]  # logits; of "softmax" probabilities
+
+
+class Tap(msgspec.Struct, frozen=True, array_like=True):
+    """The values of one draw as the step had them."""
+
+    draw: int  # of the plan
+    greedy: bool
+    uniform: float  # the number that decided; -1 = greedy, or it did not leave the device
+    stages: list[StageView]
+
+
+class DrawNote(msgspec.Struct, frozen=True, array_like=True):
+    """One token of a recorded choice, and how it came about."""
+
+    step: int
+    choice: int
+    index: int  # of the token in the output of its choice
+    token: int
+    tap: Tap
+
+
+class Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """What one step, or the end, has to tell of a recorded request."""
+
+    number: int  # in `StepView.requests`
+    steps: list[StepView] = []
+    blocks: list[BlockNote] = []
+    draws: list[DrawNote] = []
+    cut: bool = False  # no more steps will be told: it took too many
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """The engine at one moment; answers `Look`. Counters count from its start."""
+
+    time_s: float  # time.monotonic()
+    running: int
+    waiting: int
+    kv_blocks: int
+    kv_used: int
+    kv_cached: int  # free ones that a prefix can hit
+    block_size: int
+    steps: int
+    generation_tokens: int
+    prefill_tokens: int  # prompt tokens that had to be computed
+    last_steps: list[StepView] = []  # oldest first
+    states: bytes = b""  # by block: 0 free, 1 free and can be hit, 2 held, 3 held by several
+
+
 class TokenOut(msgspec.Struct, array_like=True):
     """All that one step has for one API process: columns of equal length, then ends, then dones.
 
@@ -214,6 +315,8 @@ class TokenOut(msgspec.Struct, array_like=True):
     logprobs: list[Logprobs | None] = []
     prompt_logprobs: list[PromptLogprobs] = []
     vectors: list[Vector] = []
+    recorded: list[tuple[int, msgspec.Raw]] = []  # handle, a `Recorded` that need not be read now
+    view: View | None = None
 
 
 class KernelsInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -224,6 +327,15 @@ class KernelsInfo(msgspec.Struct, frozen=True, array_like=True):
     isa: str  # the instruction set, such as avx512
     precision: str  # fast or exact, as the setting cpu_precision; a GPU's is exact
     reason: str  # of the choice; where something lacks, what to do about it
+
+
+class Positions(msgspec.Struct, frozen=True, array_like=True):
+    """How the model knows where a token stands; the fields of `models.spec.Rope`."""
+
+    kind: str  # of the rotary embedding, "alibi", or "none"
+    theta: float = 0.0
+    rotary_dim: int = 0  # numbers of a head that turn
+    scaling: dict[str, float] = {}
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -238,6 +350,10 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     width: int = 0  # of a hidden state; 0 = no request with `pooling` can be served
     labels: int = 0  # of the classification head; 0 = the model has none
     generates: bool = True  # False: it has no output layer, every request must have `pooling`
+    records: bool = False  # `Submit.record` is honoured
+    draws_note: str = ""  # what its draws cannot show
+    positions: Positions | None = None
+    ledger: list[tuple[str, int]] = []  # what takes memory, bytes
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True):
@@ -266,6 +382,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     adapter: str = ""
     prompt_tokens: int = 0  # output begins at this position
     history: list[int] = []
+    record: bool = False  # its draws are wanted in `StepResult.taps`
 
 
 class Grow(msgspec.Struct, frozen=True, array_like=True):
@@ -336,6 +453,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs is a column beside tokens, or [] when no draw asks. prompt_logprobs[i] answers
     plan.prompts[i]: ids[1], ids[2], ... of its forward row, then the id after it unless -1.
     vectors[i] answers plan.pools[i]: float32, little-endian, [width], of scores [labels].
+    taps: of draws into rows that are recorded, in the order of the draws.
     """
 
     step: int
@@ -345,3 +463,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[Logprobs | None] = []
     prompt_logprobs: list[list[Logprobs]] = []
     vectors: list[bytes] = []
+    taps: list[Tap] = []

@@ -12,6 +12,7 @@ from headrace.api.hooked import Hooked, annotated, hooked_parser
 from headrace.api.logprobs import Entry
 from headrace.api.metering import Bill
 from headrace.api.prepare import Prepared
+from headrace.api.record import Full
 from headrace.api.service import Service
 from headrace.engine.client import Delta, TokenStream
 from headrace.errors import RequestFailed
@@ -82,8 +83,16 @@ class Answer:
     """All choices of one request. Give every delta to `parts`, or to `feed` where no choice has a
     parser; what comes back can no longer change."""
 
-    def __init__(self, service: Service, prepared: Prepared, stream: TokenStream) -> None:
+    def __init__(
+        self,
+        service: Service,
+        prepared: Prepared,
+        stream: TokenStream,
+        full: Full | None = None,
+    ) -> None:
+        """full: hears what becomes of the text, token by token."""
         self.stream = stream
+        self._full = full
         self.prepared = prepared
         self.bill: Bill | None = None  # shown in `usage`, once everything has come
         self.traced = prepared.shown.tokens or prepared.drawn > prepared.n
@@ -112,6 +121,16 @@ class Answer:
 
     def feed(self, delta: Delta) -> str:
         """New text of choice `delta.index`; sets its `finish` when it ended."""
+        if self._full is None:
+            return self._fed(delta)
+        return "".join([self._recorded(self._full, piece) for piece in _singly(delta)])
+
+    def _recorded(self, full: Full, delta: Delta) -> str:
+        text, machine = self._fed(delta), self.choices[delta.index].text
+        full.wrote(delta.index, machine.n_tokens, text, machine.held, machine.held_bytes)
+        return text
+
+    def _fed(self, delta: Delta) -> str:
         choice = self.choices[delta.index]
         if choice.ended:  # the overrun of a stop string
             return ""

@@ -22,6 +22,7 @@ from headrace.api import (
     models,
     openapi,
     page,
+    page_data,
     relay,
     responses,
     score,
@@ -76,6 +77,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         await service.responses.start()
         await others.start()
+        await service.records.start()
         await service.client.start()
         await service.client.first_pulse()
         sweep = asyncio.create_task(exchanges.sweep())
@@ -86,9 +88,10 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
             await asyncio.gather(sweep, return_exceptions=True)
             await service.client.close()
             await others.close()
+            await service.records.close()
             await service.responses.close()
 
-    routes = (*ROUTES, *page.ROUTES) if service.settings.ui else ROUTES
+    routes = (*ROUTES, *page.ROUTES, *page_data.ROUTES) if service.settings.ui else ROUTES
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
@@ -107,6 +110,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
         Keys(settings.api_key),
         seats,
         settings.cors_origin,
+        service.recorder,
         resumes=service.streams.enabled,
     )
     if not settings.cors_origin:

@@ -11,6 +11,7 @@ from headrace.api.admission import admit
 from headrace.api.answer import Choice
 from headrace.api.body import read_body
 from headrace.api.chunks import Chunks
+from headrace.api.exchange import exchange_of
 from headrace.api.generate import respond
 from headrace.api.logprobs import Entry, Reporter
 from headrace.api.prepare import prepare_completion
@@ -62,7 +63,9 @@ async def completions(request: Request) -> ASGIApp:
     raw, size_bytes = await read_body(request, service.settings.max_body_bytes)
     body, unknown = parse(Completion, raw, strict=service.settings.strict)
     info = admit(service, body)
-    prepared = await prepare_completion(service, body, info, size_bytes)
+    prepared = await prepare_completion(
+        service, body, info, size_bytes, exchange_of(request).record
+    )
     return await respond(
         request,
         service,

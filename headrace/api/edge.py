@@ -17,6 +17,7 @@ from headrace.api import chat_socket, page
 from headrace.api.errors import response_of
 from headrace.api.exchange import Exchange, Exchanges
 from headrace.api.keys import Keys
+from headrace.api.recorder import Recorder
 from headrace.api.seats import Seats
 from headrace.errors import Forbidden, HeadraceError, Unauthorized
 from headrace.observe.metrics import ApiMetrics
@@ -43,11 +44,12 @@ class Edge:
         keys: Keys,
         seats: Seats,
         origins: Collection[str] = (),
+        recorder: Recorder | None = None,
         *,
         resumes: bool = False,
     ) -> None:
         """origins: of pages that may open a WebSocket, beside the server's own. resumes: streams
-        outlive their connection."""
+        outlive their connection. recorder: hears of every request that takes a seat."""
         self._app = app
         self._paths = frozenset(paths)  # known routes: other paths share one label
         self._metrics = metrics
@@ -55,6 +57,7 @@ class Edge:
         self._keys = keys
         self._seats = seats
         self._origins = origins
+        self._recorder = recorder
         self._resumes = resumes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,6 +91,8 @@ class Edge:
         try:
             seated = self._let_in(scope, headers)
             exchange.key = self._keys.name(headers)
+            if seated and self._recorder is not None:
+                exchange.record = self._recorder.open(exchange, headers)
         except HeadraceError as error:
             answer = response_of(error, scope)
         try:
@@ -133,6 +138,9 @@ class Edge:
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
         status = exchange.error.status if exchange.error else exchange.status or 500
+        if exchange.record is not None and self._recorder is not None:
+            code = exchange.error.code if exchange.error is not None else ""
+            self._recorder.close(exchange.record, status, code)
         self._metrics.count_request(path, status)
         access.log(
             logging.DEBUG if path in QUIET_PATHS or page.is_page(scope["path"]) else logging.INFO,

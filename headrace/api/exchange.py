@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from headrace.api.connection import reset
+from headrace.api.record import Record
 from headrace.engine.client import TokenStream
 from headrace.errors import HeadraceError, TimedOut
 
@@ -27,6 +28,7 @@ class Exchange:
         "error",
         "key",
         "path",
+        "record",
         "request_id",
         "send",
         "sending_since_s",
@@ -47,6 +49,7 @@ class Exchange:
         self.request_id = request_id
         self.path = path
         self.key = ""  # the name of the API key that let it in; see `api.keys`
+        self.record: Record | None = None  # of a request of the model
         self.transport = transport  # None in an in-process test: nothing can get stuck there
         self.arrived_s = time.monotonic()
         self.sent_s = self.arrived_s  # when the last bytes went out

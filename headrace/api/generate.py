@@ -21,9 +21,10 @@ from headrace.api.events import Events
 from headrace.api.exchange import Exchange, exchange_of
 from headrace.api.hook_calls import heard
 from headrace.api.logprobs import Reporter
-from headrace.api.metering import NO_OUTPUT
+from headrace.api.metering import NO_OUTPUT, parameters_of
 from headrace.api.moderate import labelled
 from headrace.api.prepare import Prepared
+from headrace.api.record import Full
 from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import EventStream, watch_client
@@ -102,9 +103,16 @@ async def answered(
         raise ShuttingDown("the server is shutting down")
     headers = ignored(unknown) | labelled(prepared.labels)
     bill = service.meter.open(exchange, prepared.user, prepared.jobs, prepared.prompt_tokens)
+    record = exchange.record
+    if record is not None:
+        prompts = [job.prompt for job in prepared.jobs]
+        record.submitted(prompts, prepared.drawn, parameters_of(prepared.jobs[0]), bill)
+    full = None if record is None else record.full
     with bill.covering(NO_OUTPUT):
-        tokens = start(service, prepared, exchange.arrived_s, bill)
-    answer = Answer(service, prepared, tokens)
+        tokens = start(service, prepared, exchange.arrived_s, bill, full)
+    answer = Answer(service, prepared, tokens, full)
+    if record is not None:
+        record.follow(tokens, answer)
     if service.settings.usage_details:
         answer.bill = bill
     if events is not None:
@@ -128,10 +136,18 @@ async def answered(
     return Response(body, headers=headers, media_type="application/json")
 
 
-def start(service: Service, prepared: Prepared, arrived_s: float, account: Account) -> TokenStream:
-    """Submit, or begin a search."""
+def start(
+    service: Service,
+    prepared: Prepared,
+    arrived_s: float,
+    account: Account,
+    full: Full | None = None,
+) -> TokenStream:
+    """Submit, or begin a search, which is not recorded step by step."""
     if prepared.beams is None:
-        return service.client.submit(prepared.jobs, arrived_s, account)
+        return service.client.submit(prepared.jobs, arrived_s, account, full)
+    if full is not None:
+        full.cut = "the steps of a beam search are not recorded"
     search = BeamStream(service.client, prepared.jobs, prepared.beams, prepared.n, arrived_s)
     search.account = account
     return search

@@ -18,6 +18,7 @@ from headrace.api.as_chat import as_chat, renamed
 from headrace.api.body import read_body
 from headrace.api.errors import anthropic_body
 from headrace.api.events import Events
+from headrace.api.exchange import exchange_of
 from headrace.api.generate import answered, ignored
 from headrace.api.message_blocks import NAMES, Countable, Messages, begun, blocks_of, chat_fields
 from headrace.api.prepare import Prepared, prepare_chat
@@ -154,7 +155,7 @@ async def create(request: Request) -> ASGIApp:
         more = {"stop": body.stop_sequences, "user": user}
         chat = as_chat(raw, {**chat_fields(body), **more})
         info = admit(service, chat)
-        prepared = await prepare_chat(service, chat, info, size_bytes)
+        prepared = await prepare_chat(service, chat, info, size_bytes, exchange_of(request).record)
     prepared, capped = _limited(prepared, body)
     head = Head(f"msg_{secrets.token_hex(12)}", service.name, capped)
 

@@ -229,7 +229,8 @@ class Bill:
         self._number = 0
         self.cached_tokens = self.preemptions = 0
         self.compute_s = self.recompute_s = 0.0
-        self._queue_s = self._prefill_s = self._decode_s = 0.0
+        self.preempted_s: list[float] = []  # time.monotonic()
+        self.queue_s = self.prefill_s = 0.0
         self._first_s = self._last_s = 0.0  # time.monotonic() of tokens
         self._drawn = 0  # tokens that came between these; a client that left may not have got all
         self._complete = True
@@ -247,11 +248,12 @@ class Bill:
         self._complete &= done.prompt_tokens > 0 or bool(done.error)
         self.cached_tokens += done.cached_tokens
         self.preemptions += done.preemptions
+        self.preempted_s += done.preempted_s
         self._drawn += done.output_tokens
         self.compute_s += done.compute_s
         self.recompute_s += done.recompute_s
-        self._queue_s = max(self._queue_s, done.queue_s)
-        self._prefill_s = max(self._prefill_s, done.prefill_s)
+        self.queue_s = max(self.queue_s, done.queue_s)
+        self.prefill_s = max(self.prefill_s, done.prefill_s)
         self._first_s = min(filter(None, (self._first_s, first_s)), default=0.0)
         self._last_s = max(self._last_s, last_s)
         if self._ended_s and not self._pending:
@@ -303,6 +305,11 @@ class Bill:
             shown |= {"cost": cost, "currency": self._meter.prices.currency}
         return shown
 
+    def charged(self) -> tuple[float, str] | None:
+        """Cost and currency, once it has ended; None without a price sheet."""
+        cost = None if self._answer is None else self._cost(self._answer)
+        return None if cost is None else (cost, self._meter.prices.currency)
+
     # ------------------------------------------------------------ the record
 
     def _write_late(self) -> None:
@@ -351,8 +358,8 @@ class Bill:
             cached_tokens=self.cached_tokens,
             output_tokens=output_tokens,
             reasoning_tokens=answer.reasoning_tokens,
-            queue_s=self._queue_s,
-            prefill_s=self._prefill_s,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
             decode_s=decode_s,
             ttft_s=first_s - arrived_s if first_s else None,
             tpot_s=decode_s / gaps if gaps > 0 else None,

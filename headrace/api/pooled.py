@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from headrace.api.exchange import exchange_of
 from headrace.api.generate import ignored
-from headrace.api.metering import NO_OUTPUT
+from headrace.api.metering import NO_OUTPUT, parameters_of
 from headrace.api.moderate import labelled, moderated
 from headrace.api.prepare import split_prompt, timed
 from headrace.api.schemas import MAX_SALT, MAX_USER, Int64
@@ -131,12 +131,20 @@ async def vectors(
         [], 0, priority=body.priority or 0, cache_salt=body.cache_salt or "", pooling=pooling
     )
     bill = service.meter.open(exchange, body.user or "", [like], tokens)
+    record = exchange.record
+    if record is not None:
+        record.tokenized()
+        record.submitted(prompts, 1, parameters_of(like), bill)
+    full = None if record is None else record.full
     with bill.covering(NO_OUTPUT):
         for begin in range(0, len(prompts), rows):
             some = prompts[begin : begin + rows]
             jobs = [msgspec.structs.replace(like, prompt=prompt) for prompt in some]
-            stream = service.client.submit(jobs, exchange.arrived_s, bill)
+            watcher = None if begin else full
+            stream = service.client.submit(jobs, exchange.arrived_s, bill, watcher)
             stream.first_token_s = first_s
+            if record is not None:
+                record.follow(stream)
             async with stream, watch_client(request.receive, stream):
                 exchange.tokens = stream
                 try:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.api.moderate import moderated, texts_of
+from headrace.api.prompt_spans import content_spans
+from headrace.api.record import PromptSpan, Record
 from headrace.api.schemas import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -21,7 +24,7 @@ from headrace.api.schemas import (
 from headrace.api.service import Service
 from headrace.api.structured import checked_chat_grammar, checked_grammar
 from headrace.api.tools import toolbox
-from headrace.api.turns import chat_text
+from headrace.api.turns import conversation_of, rendered
 from headrace.asked import output_tokens
 from headrace.beams import BeamRules
 from headrace.engine.client import Job
@@ -85,10 +88,16 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 async def prepare_chat(
-    service: Service, request: Chat, info: EngineInfo, body_bytes: int
+    service: Service,
+    request: Chat,
+    info: EngineInfo,
+    body_bytes: int,
+    record: Record | None = None,
 ) -> Prepared:
     """One prompt from the chat template. Raises InvalidRequest, ContextTooLong, and what hooks
     raise."""
+    if record is not None:
+        record.parsed()
     limit = request.limit_tokens
     labels = await moderated(service, texts_of(request)) if service.hooks.moderation else {}
     tools = toolbox(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -97,8 +106,17 @@ async def prepare_chat(
         service.tokenizer.need_text("tools")
 
     def render() -> tuple[str, list[int]]:
-        text = chat_text(service, request, tools.shown if tools is not None else [])
-        return text, service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
+        asked = conversation_of(service, request, tools.shown if tools is not None else [])
+        text = rendered(service, request, asked)
+        if record is not None:
+            record.rendered()
+        ids = service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
+        if record is not None:
+            record.tokenized()
+            if record.full is not None:
+                again = partial(rendered, service, request)
+                record.full.prompted(text, content_spans(text, asked, again))
+        return text, ids
 
     # Its own time limit is for one; who waits for the event loop are many.
     quick = service.template.slowest_s < INLINE_S
@@ -122,9 +140,15 @@ async def prepare_chat(
 
 
 async def prepare_completion(
-    service: Service, request: Completion, info: EngineInfo, body_bytes: int
+    service: Service,
+    request: Completion,
+    info: EngineInfo,
+    body_bytes: int,
+    record: Record | None = None,
 ) -> Prepared:
     """One to MAX_PROMPTS prompts of text or ids. Raises as `prepare_chat`."""
+    if record is not None:
+        record.parsed()
     labels: dict[str, float] = {}
     if service.hooks.moderation:
         texts = await asyncio.to_thread(_prompt_texts, service, request, info)
@@ -153,6 +177,11 @@ async def prepare_completion(
                     param="prompt",
                 )
             ids = [prompt or [tokenizer.bos_id] for prompt in ids]
+        if record is not None:
+            record.tokenized()
+            first = prompts[0]
+            if record.full is not None and isinstance(first, str):
+                record.full.prompted(first, [PromptSpan(0, len(first), "content", "")])
         return ids, *_echo(tokenizer, request, prompts, ids)
 
     ids, echo, spans = await timed(service, body_bytes, encode)

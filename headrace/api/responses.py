@@ -18,6 +18,7 @@ from headrace.api.answer import Answer
 from headrace.api.as_chat import as_chat, renamed
 from headrace.api.body import read_body
 from headrace.api.events import Events
+from headrace.api.exchange import exchange_of
 from headrace.api.generate import answered
 from headrace.api.logprobs import Reporter
 from headrace.api.prepare import Prepared, prepare_chat
@@ -48,7 +49,9 @@ async def create(request: Request) -> ASGIApp:
     with renamed(NAMES):
         chat = as_chat(raw, chat_fields(body, [*before, *items]))
         info = admit(service, chat)
-        prepared = await prepare_chat(service, chat, info, size_bytes + before_bytes)
+        prepared = await prepare_chat(
+            service, chat, info, size_bytes + before_bytes, exchange_of(request).record
+        )
     if body.logprobs and prepared.parser is not None:
         raise InvalidRequest(
             "include: log-probabilities are of plain text, not beside tools or reasoning",

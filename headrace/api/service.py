@@ -13,7 +13,11 @@ from starlette.requests import Request
 
 from headrace import __version__
 from headrace.api.dialect import find_dialect
+from headrace.api.live import Live
 from headrace.api.metering import Meter
+from headrace.api.record_relay import RecordRelay
+from headrace.api.record_view import whole
+from headrace.api.recorder import Recorder
 from headrace.api.response_store import ResponseStore
 from headrace.api.resume import Streams
 from headrace.asked import Sampler
@@ -81,6 +85,14 @@ class Service:
         )
         self.folder = folder
         self.streams = Streams(worker, settings.stream_resume_s, settings.stream_resume_bytes)
+        self.recorder = Recorder(
+            name, settings.record_count, settings.record_bytes, offers_full=settings.ui
+        )
+        self.records = RecordRelay(
+            self.recorder, lambda record: whole(record, tokenizer, client.info), worker, folder
+        )
+        self.live = Live(client)
+        self.watchers = 0  # of `live`
         self.hooks = load_hooks(settings.hook)
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 

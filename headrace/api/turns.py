@@ -20,6 +20,13 @@ def chat_text(service: Service, request: Chat | Tokenize, tools: Sequence[dict[s
 
     Raises InvalidRequest.
     """
+    return rendered(service, request, conversation_of(service, request, tools))
+
+
+def conversation_of(
+    service: Service, request: Chat | Tokenize, tools: Sequence[dict[str, Any]]
+) -> Asked:
+    """What is asked of a template. Raises InvalidRequest."""
     resume = bool(request.continue_final_message)
     if resume and request.add_generation_prompt:
         raise InvalidRequest(
@@ -43,7 +50,7 @@ def chat_text(service: Service, request: Chat | Tokenize, tools: Sequence[dict[s
         own = request.chat_template is not None
         known = frozenset(["reasoning_effort"]) if own else service.template.facts.names
         kwargs = {**effort_variables(effort, known), **kwargs}
-    conversation = Asked(
+    return Asked(
         turns=turns,
         tools=list(tools),
         documents=request.documents or [],
@@ -51,6 +58,10 @@ def chat_text(service: Service, request: Chat | Tokenize, tools: Sequence[dict[s
         continue_final_message=resume,
         kwargs=kwargs,
     )
+
+
+def rendered(service: Service, request: Chat | Tokenize, conversation: Asked) -> str:
+    """The conversation as the template writes it. Raises InvalidRequest."""
     if request.chat_template is None:
         return service.template.prompt(conversation, service.dialect.native)
     if not service.settings.trust_request_chat_template:

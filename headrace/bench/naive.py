@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import config
 from headrace.config import Settings
+from headrace.engine.recorder import view_of
 from headrace.engine.stats import EngineStats
 from headrace.errors import ConfigError
 from headrace.messages import (
@@ -25,6 +26,7 @@ from headrace.messages import (
     End,
     EngineInfo,
     Finish,
+    Look,
     Reason,
     Sampling,
     Submit,
@@ -140,6 +142,10 @@ class NaiveEngine:
             assert message.n_tokens <= job.tokens[message.choice], "finish beyond what was sent"
             job.tokens[message.choice] = message.n_tokens
             self._end(job, message.choice, "stop")
+
+    def look(self, owner: int, _message: Look) -> None:
+        """Counts; there are neither steps nor blocks."""
+        self._to(owner).view = view_of(self.stats(), self._clock(), 0)
 
     def drop_owner(self, owner: int) -> None:
         """The owner is gone: nothing of its requests is handed out any more."""

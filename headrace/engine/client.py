@@ -30,12 +30,14 @@ from headrace.messages import (
     Finish,
     Grammar,
     Logprobs,
+    Look,
     Pooling,
     Pulse,
     Sampling,
     Submit,
     ToEngine,
     TokenOut,
+    View,
 )
 
 log = logging.getLogger("headrace.client")
@@ -83,6 +85,16 @@ class Account(Protocol):
         """The engine is gone, or forgot them."""
 
 
+class Watcher(Protocol):
+    """Who is told all that a recorded stream hears, as it comes."""
+
+    def token(self, index: int, token: int, now_s: float, /) -> None:
+        """One token of a choice; `index` as in `Delta`."""
+
+    def hear(self, told: bytes, /) -> None:
+        """A `messages.Recorded`, encoded, of the stream's first prompt."""
+
+
 class Delta(msgspec.Struct):
     """What one choice got since the last take. `index` = prompt index * n + choice.
 
@@ -119,6 +131,7 @@ class TokenStream:
         "n",
         "prompt_logprobs",
         "vectors",
+        "watcher",
     )
 
     def __init__(self, client: EngineClient, n: int, arrived_s: float) -> None:
@@ -133,6 +146,7 @@ class TokenStream:
         self._nudged = False
         self.closed = False  # tokens that still come are dropped
         self.account: Account | None = None
+        self.watcher: Watcher | None = None
         self.arrived_s = arrived_s
         self.first_token_s = 0.0  # time.monotonic(); 0 = none yet
         self.last_token_s = 0.0
@@ -267,6 +281,7 @@ class EngineClient:
         self._identity = f"{worker}.{os.getpid()}.{secrets.token_hex(4)}".encode()
         self._engine_timeout_s = engine_timeout_s
         self.on_done = on_done
+        self.on_view: Callable[[View], None] | None = None  # answers to `look`
         self._handles = itertools.count(1)
         self._routes: dict[int, tuple[TokenStream, int]] = {}  # handle -> stream, first index
         self._encode = msgspec.msgpack.Encoder().encode
@@ -323,6 +338,11 @@ class EngineClient:
         return self._pulse.info if self._pulse else None
 
     @property
+    def engine_pid(self) -> int:
+        """The engine process; 0 before it was heard."""
+        return self._pulse.pid if self._pulse else 0
+
+    @property
     def phase(self) -> str:
         """What the engine says it is doing."""
         return self._pulse.phase if self._pulse else "starting"
@@ -353,15 +373,22 @@ class EngineClient:
         return self.info
 
     def submit(
-        self, jobs: list[Job], arrived_s: float = 0.0, account: Account | None = None
+        self,
+        jobs: list[Job],
+        arrived_s: float = 0.0,
+        account: Account | None = None,
+        watcher: Watcher | None = None,
     ) -> TokenStream:
-        """Send one Submit a job; all jobs have the same n. Raises EngineDead or NotReady."""
-        self.require()
+        """Send one Submit a job; all jobs have the same n. Raises EngineDead or NotReady.
+
+        watcher: the first job is recorded for it, where the engine can.
+        """
+        records = self.require().records and watcher is not None
         arrived_s = arrived_s or time.monotonic()
         n = jobs[0].n
         assert all(job.n == n for job in jobs), "the jobs of one stream share n"
         stream = TokenStream(self, n, arrived_s)
-        stream.account = account
+        stream.account, stream.watcher = account, watcher
         for position, job in enumerate(jobs):
             handle = next(self._handles)
             submit = Submit(
@@ -378,6 +405,7 @@ class EngineClient:
                 grammar=job.grammar,
                 prompt_logprobs=job.prompt_logprobs,
                 pooling=job.pooling,
+                record=records and not position,
             )
             if not self._send(submit):
                 stream.abort()
@@ -397,6 +425,10 @@ class EngineClient:
         """See `messages.Finish`."""
         if handle in self._routes:
             self._send(Finish(handle, choice, n_tokens))
+
+    def look(self, *, states: bool = False) -> None:
+        """Ask for a `View`, which goes to `on_view`. Lost where the engine takes nothing."""
+        self._send(Look(states))
 
     # ------------------------------------------------------------ sockets
 
@@ -426,6 +458,12 @@ class EngineClient:
         now_s = time.monotonic()
         touched: set[TokenStream] = set()
         routes = self._routes
+        for handle, told in out.recorded:
+            route = routes.get(handle)
+            if route is not None and route[0].watcher is not None:
+                route[0].watcher.hear(bytes(told))
+        if out.view is not None and self.on_view is not None:
+            self.on_view(out.view)
         for piece in out.prompt_logprobs:
             route = routes.get(piece.handle)
             if route is not None and not route[0].closed:
@@ -443,6 +481,8 @@ class EngineClient:
             if route is not None and not route[0].closed:
                 stream = route[0]
                 stream.push(route[1] + choice, token)
+                if stream.watcher is not None:
+                    stream.watcher.token(route[1] + choice, token, now_s)
                 if entry is not None:
                     stream.push_logprobs(route[1] + choice, entry)
                 if not stream.first_token_s:

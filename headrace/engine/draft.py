@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from headrace.engine.request import Sequence
 from headrace.engine.shares import Costs
 from headrace.kv.cache import Grant
 from headrace.messages import Grow, Join, Output, Pool, StepPlan
+
+if TYPE_CHECKING:
+    from headrace.engine.recorder import StepNote
 
 
 class Flight:
@@ -15,7 +20,7 @@ class Flight:
     len(decoders) + i belongs to prefills[i], draw len(decoders) + j to drawers[j].
     """
 
-    __slots__ = ("costs", "decoders", "drawers", "plan", "prefills")
+    __slots__ = ("costs", "decoders", "drawers", "note", "plan", "prefills")
 
     def __init__(
         self,
@@ -29,6 +34,7 @@ class Flight:
         self.prefills = prefills
         self.drawers = drawers
         self.costs: Costs | None = None  # see `engine.shares.modelled`
+        self.note: StepNote | None = None  # where somebody watches; see `engine.recorder`
 
 
 class Draft:
@@ -86,6 +92,7 @@ class Draft:
                 submit.adapter,
                 sequence.prompt_tokens,
                 sequence.tokens.copy() if sampling.needs_history else [],
+                submit.record,
             )
         )
 

@@ -25,7 +25,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.shares import FS
 from headrace.engine.stats import EngineStats, Tally
 from headrace.kv.cache import KVCache
-from headrace.messages import Abort, Finish, StepPlan, StepResult, Submit, TokenOut
+from headrace.messages import Abort, Finish, Look, StepPlan, StepResult, Submit, TokenOut
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Engine:
         self.registry = Registry(
             settings, kv, capacity, self.scheduler, self._tally, self.meter, grammars
         )
+        self._recorder = self.registry.recorder
         self._grammars = grammars
         self._masker = Masker(grammars, capacity) if grammars is not None else None
         self._clock = clock
@@ -105,6 +106,10 @@ class Engine:
     def finish(self, owner: int, msg: Finish) -> None:
         """End one choice at a stop string; tokens past it that were sent do not count."""
         self.registry.finish(owner, msg.handle, msg.choice, msg.n_tokens)
+
+    def look(self, owner: int, msg: Look) -> None:
+        """Somebody watches: the next turn says what there is to see."""
+        self._recorder.look(owner, msg, self.stats(), self._clock())
 
     def drop_owner(self, owner: int) -> None:
         """An API process is gone: its requests end, and nothing more is said to it."""
@@ -163,11 +168,14 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan a step and start it. False if there is none to plan, or it broke."""
-        flight = self.scheduler.schedule(self._clock())
+        now = self._clock()
+        flight = self.scheduler.schedule(now)
         if flight is None:
             stuck = not self._in_flight and self.scheduler.has_work
             assert not stuck, "sequences wait or run, but no step can be planned"
             return False
+        if self._recorder.active:
+            self._recorder.launched(flight, self._waiting, now)
         try:
             ticket = self.runner.launch(flight.plan)
         except Exception as error:
@@ -210,7 +218,10 @@ class Engine:
 
     def _apply(self, flight: Flight, result: StepResult) -> None:
         self._broken_in_a_row = 0
-        self.registry.apply(flight, result, self._clock())
+        now = self._clock()
+        if self._recorder.active:
+            self._recorder.landed(flight, result, now)
+        self.registry.apply(flight, result, now)
         if self._on_step is not None:
             self._on_step(flight.plan, result)
 
@@ -241,13 +252,17 @@ class Engine:
         self.registry.fail_running(f"the step failed: {error}")
         self.scheduler.lost(lost)
 
+    @property
+    def _waiting(self) -> int:
+        """Requests without a row."""
+        return self.registry.live - self.scheduler.resident_requests
+
     def stats(self) -> EngineStats:
         """Gauges and counters at this moment."""
         tally, kv = self._tally, self.kv
-        running = self.scheduler.resident_requests
         return EngineStats(
-            running=running,
-            waiting=self.registry.live - running,
+            running=self.scheduler.resident_requests,
+            waiting=self._waiting,
             kv_blocks=kv.size,
             kv_used=kv.used_blocks,
             steps=tally.steps,

@@ -20,7 +20,7 @@ class Outbox:
         """The message for `owner`, to be appended to."""
         out = self._open.get(owner)
         if out is None:
-            out = self._open[owner] = TokenOut([], [], [], [], [], [], [], [])
+            out = self._open[owner] = TokenOut([], [], [], [], [], [], [], [], [])
         return out
 
     @staticmethod

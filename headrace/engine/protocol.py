@@ -20,6 +20,7 @@ from headrace.messages import (
     Finish,
     Grammar,
     KernelsInfo,
+    Look,
     StepPlan,
     StepResult,
     Submit,
@@ -102,6 +103,7 @@ class Capacity(msgspec.Struct, frozen=True):
     long_from: int = 0  # prompts of more tokens have other K and V; 0 = all have alike
     each_length: bool = False  # ... and so has every length of those
     window: int = 0  # newest tokens that any layer reads, a query's own among them; 0 = all
+    draws_note: str = ""  # what of its draws `StepResult.taps` does not show
 
     def variant(self, prompt_tokens: int) -> str:
         """Requests whose prompts share a prefix have the same K and V for it, if theirs is the
@@ -220,6 +222,9 @@ class ServingEngine(Protocol):
 
     def finish(self, owner: int, msg: Finish, /) -> None:
         """End one choice at a stop string."""
+
+    def look(self, owner: int, msg: Look, /) -> None:
+        """Answer with a `View` in the next turn."""
 
     def drop_owner(self, owner: int, /) -> None:
         """End all of an owner's requests; it hears no more."""

@@ -16,6 +16,7 @@ from headrace.engine.meter import Meter
 from headrace.engine.outbox import Outbox
 from headrace.engine.pooling import refuse_pooling, vector_of
 from headrace.engine.protocol import Capacity, Grammars, Matcher
+from headrace.engine.recorder import Recorder
 from headrace.engine.request import NO_ROW, Request, Sequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.shares import FS
@@ -58,6 +59,7 @@ class Registry:
         grammars: Grammars | None = None,
     ) -> None:
         self.outbox = Outbox()
+        self.recorder = Recorder(kv, self.outbox)
         self.live = 0
         self.constrained = 0  # live requests with a grammar
         self.compiling = Compiling(grammars)
@@ -89,6 +91,8 @@ class Registry:
         request = Request(owner, submit, self._arrivals, now, policy, table)
         self._requests.setdefault(owner, {})[submit.handle] = request
         self.live += 1
+        if submit.record:
+            self.recorder.open(request)
         if submit.grammar is None:
             self._scheduler.add(request.sequences[0], now)
         else:
@@ -413,6 +417,8 @@ class Registry:
             sequence = request.sequences[choice]
             sequence.ended = True
             request.ahead |= sequence.planned > sequence.computed
+            if request.submit.record:
+                self.recorder.ended(sequence, self._scheduler.launched)
             self._scheduler.drop(sequence)
             request.counts[choice] = sequence.generated if count is None else count
         request.reasons[choice] = reason
@@ -446,7 +452,10 @@ class Registry:
             max(0.0, request.last_token_s - first) if first >= 0 else 0.0,
             self._meter.settle(request) / FS,
             request.recompute_fs / FS,
+            request.preempted_s,
         )
+        if request.submit.record:
+            self.recorder.closed(request)
         self.outbox.of(owner).dones.append(done)
 
 

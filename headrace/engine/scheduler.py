@@ -308,6 +308,7 @@ class Scheduler:
         sequence.settled = self.launched
         self._vacate(sequence)
         sequence.request.preemptions += 1
+        sequence.request.preempted_s.append(now)
         self._tally.preemptions += 1
         self.queue.push(sequence, now)
 

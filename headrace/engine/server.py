@@ -31,6 +31,7 @@ from headrace.messages import (
     Done,
     EngineInfo,
     Finish,
+    Look,
     Pulse,
     Submit,
     ToEngine,
@@ -177,6 +178,8 @@ class Post:
                 self._engine.abort(peer.owner, message)
             case Finish():
                 self._engine.finish(peer.owner, message)
+            case Look():
+                self._engine.look(peer.owner, message)
             case Beat():
                 pass
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import repeat
 
 from headrace.kv.pool import BlockPool
 from headrace.kv.prefix import PrefixIndex, block_digest, root_digest
+
+_STATES = bytes.maketrans(b"\1\2", b"\2\3")  # references, at most 2 -> see `KVCache.states`
 
 
 class Table:
@@ -64,6 +67,7 @@ class KVCache:
         self._limbo: deque[tuple[int, list[int]]] = deque()  # (step, blocks tail first)
         self._limbo_blocks = 0
         self._finished = 0  # newest finished step
+        self.evicted: list[int] | None = None  # blocks whose prefix was given up; None: not noted
 
     @property
     def size(self) -> int:
@@ -84,6 +88,18 @@ class KVCache:
     def limbo_blocks(self) -> int:
         """References that wait behind the fence; shared blocks count once per reference."""
         return self._limbo_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        """Free blocks that a prefix can hit."""
+        return self._pool.reusable
+
+    def states(self) -> bytes:
+        """By block: 0 free, 1 free and can be hit, 2 held, 3 held by several. O(blocks)."""
+        states = bytearray(map(min, self._pool.references, repeat(2))).translate(_STATES)
+        for block in self._pool.reusable_blocks():
+            states[block] = 1
+        return bytes(states)
 
     @property
     def indexed_blocks(self) -> int:
@@ -175,6 +191,8 @@ class KVCache:
     def _take(self) -> int:
         """A free block; what it held can no longer be hit (this is eviction)."""
         block = self._pool.take()
+        if self.evicted is not None and block in self._index:
+            self.evicted.append(block)
         self._index.forget(block)
         return block
 
@@ -231,6 +249,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget every cached prefix. Tables keep what they hold."""
         self._index.clear()
+        self._pool.forget()
 
     def check(self) -> None:
         """Raise AssertionError with a message if any invariant is broken. O(blocks)."""

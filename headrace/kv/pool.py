@@ -7,34 +7,42 @@ The free list is ordered: its head is handed out first. Every operation is O(1).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 
 class BlockPool:
     """`size` blocks, numbered from 0. Changes only what each method names."""
 
-    __slots__ = ("_free", "references", "size")
+    __slots__ = ("_free", "references", "reusable", "size")
 
     def __init__(self, size: int) -> None:
         assert size > 0, f"a pool of {size} blocks"
         self.size = size
         self.references = [0] * size
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(size))
+        # Block -> whether its content may be hit again.
+        self._free: OrderedDict[int, bool] = OrderedDict.fromkeys(range(size), False)
+        self.reusable = 0  # free ones whose content may be hit again
 
     @property
     def free(self) -> int:
         """Blocks with no reference."""
         return len(self._free)
 
+    def reusable_blocks(self) -> Iterator[int]:
+        """Free blocks whose content may be hit again. O(free)."""
+        return (block for block, reusable in self._free.items() if reusable)
+
     def take(self) -> int:
         """Hand out the head of the free list with one reference. Needs `free` > 0."""
-        block, _ = self._free.popitem(last=False)
+        block, reusable = self._free.popitem(last=False)
+        self.reusable -= reusable
         self.references[block] = 1
         return block
 
     def hold(self, block: int) -> None:
         """One more reference; a free block is taken out of the free list with its content."""
         if self.references[block] == 0:
-            del self._free[block]
+            self.reusable -= self._free.pop(block)
         self.references[block] += 1
 
     def drop(self, block: int, *, reusable: bool) -> None:
@@ -47,12 +55,19 @@ class BlockPool:
         assert left >= 0, f"block {block} is dropped more often than it was held"
         self.references[block] = left
         if left == 0:
-            self._free[block] = None
+            self._free[block] = reusable
+            self.reusable += reusable
             if not reusable:
                 self._free.move_to_end(block, last=False)
+
+    def forget(self) -> None:
+        """The content of free blocks is worth nothing any more. O(free)."""
+        self._free = OrderedDict.fromkeys(self._free, False)
+        self.reusable = 0
 
     def check(self) -> None:
         """Raise AssertionError unless the free list is exactly the blocks without references."""
         free = {block for block, held in enumerate(self.references) if held == 0}
         assert free == set(self._free), f"free list off by {free ^ set(self._free)}"
         assert min(self.references) >= 0, "a negative reference count"
+        assert self.reusable == sum(self._free.values()), "reusable blocks were miscounted"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.errors import ModelError
+from headrace.messages import Positions
 from headrace.models import registry
 from headrace.sources.card import known_ids, read_json
 from headrace.sources.files import ModelFiles
@@ -221,6 +222,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Newest tokens that any layer sees; 0 = some layer sees all."""
         windows = [kind.window for kind in self.every_layer()]
         return max(windows) if all(windows) else 0
+
+    @property
+    def known_positions(self) -> Positions:
+        """How it knows where a token stands, for people."""
+        if self.alibi:
+            return Positions("alibi", scaling={"steepest_slope": self.alibi})
+        if self.learned_positions:
+            return Positions("learned", scaling={"positions": self.learned_positions})
+        rope, scaling = self.rope, {}
+        if rope.kind != "default":
+            names = ("factor", "low_freq", "high_freq", "original_positions", "magnitude")
+            plain = Rope()
+            scaling = {n: getattr(rope, n) for n in names if getattr(rope, n) != getattr(plain, n)}
+        return Positions(rope.kind, rope.theta, rope.dims or self.head_dim, scaling)
 
     @property
     def generates(self) -> bool:

@@ -207,7 +207,7 @@ class ApiMetrics:
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model_name = model_name
-        self._registry = registry
+        self.registry = registry
         self.usage = UsageMetrics(model_name, registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = FINE) -> Histogram:
@@ -256,7 +256,7 @@ class ApiMetrics:
     def expose(self) -> bytes:
         """The text for /metrics: all processes added up, or this one. Takes milliseconds."""
         self.inter_token_s.flush()
-        return expose(self._registry)
+        return expose(self.registry)
 
 
 def expose(registry: CollectorRegistry = REGISTRY) -> bytes:

@@ -53,6 +53,7 @@ class LoadInfo(msgspec.Struct, frozen=True):
     max_model_len: Resolved[int]
     kv_blocks: Resolved[int]
     ledger: list[str]  # lines to print
+    sizes: list[tuple[str, int]]  # what takes memory, bytes
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -208,6 +209,7 @@ def _info(
             *map(str, lines),
             f"{'max_model_len':13} {length.value} tokens: {length.reason}",
         ],
+        [(line.what, line.size_bytes) for line in lines],
     )
 
 

@@ -25,6 +25,7 @@ class Rows:
         self.reports = [-1] * max_rows  # Sampling.logprobs of each row
         self.prompts = [0] * max_rows  # tokens of each row's prompt
         self._taken = [False] * max_rows
+        self.recorded: set[int] = set()  # rows whose draws are shown
         self._shapers: dict[int, Shaper] = {}
         self._choosy: set[int] = set()  # rows that ask for more than their largest logit
 
@@ -32,6 +33,7 @@ class Rows:
         """The sequence in `row` is gone. Changes nothing for a free row: when a step broke, the
         next plan names its leaves again."""
         self._taken[row] = False
+        self.recorded.discard(row)
         self._shapers.pop(row, None)
         self._choosy.discard(row)
 
@@ -45,6 +47,8 @@ class Rows:
         self.columns.set(join.row, join.sampling, join.choice)
         self.prompts[join.row] = join.prompt_tokens
         self.reports[join.row] = join.sampling.logprobs
+        if join.record:
+            self.recorded.add(join.row)
         if (shaper := Shaper.of(join)) is not None:
             self._shapers[join.row] = shaper
         if shaper is not None or join.sampling.logprobs >= 0 or not self.columns.greedy[join.row]:

@@ -23,6 +23,7 @@ from headrace.runner.rows import Rows
 from headrace.runner.worker import Pending, Worker
 from headrace.sampling.logprobs import report
 from headrace.sampling.pipeline import NO_TOKEN, sample
+from headrace.sampling.probe import Probe
 from headrace.sampling.shaping import Bits
 
 _FAILED_TOKEN = -1
@@ -158,15 +159,30 @@ class TorchRunner:
         tokens: list[int] = []
         failed: list[tuple[int, str]] = []
         logprobs: list[Logprobs | None] = []
+        probes = self._probes(plan) if self._rows.recorded else {}
         if logits is not None:
-            tokens, failed, logprobs = self._draw(plan, logits, masks)
+            tokens, failed, logprobs = self._draw(plan, logits, masks, probes)
         prompts = [self._prompt(plan, row, count, after) for row, count, after in plan.prompts]
         vectors = [self._vector(plan, row, kind) for row, kind in plan.pools]
         busy_s += time.thread_time() - began_s
-        return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts, vectors)
+        taps = [probe.tap() for probe in probes.values()]
+        return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts, vectors, taps)
+
+    def _probes(self, plan: StepPlan) -> dict[int, Probe]:
+        """One for each draw into a row that is recorded."""
+        rows = self._rows
+        return {
+            j: Probe(j, greedy=bool(rows.columns.greedy[row]))
+            for j, row in enumerate(plan.draw_into)
+            if row in rows.recorded
+        }
 
     def _draw(
-        self, plan: StepPlan, logits: Tensor, masks: Mapping[int, Bits]
+        self,
+        plan: StepPlan,
+        logits: Tensor,
+        masks: Mapping[int, Bits],
+        probes: Mapping[int, Probe],
     ) -> tuple[list[int], list[tuple[int, str]], list[Logprobs | None]]:
         peaks, into = self._forward.peaks(logits), plan.draw_into
         best, finite = peaks.best, peaks.finite
@@ -177,6 +193,9 @@ class TorchRunner:
             order = [sources[row] for row in plan.draw_from]
             best, finite = best[order], finite[order]
         broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
+        for j, probe in probes.items():
+            if j not in broken:
+                probe.note("logits", logits[order[j] if order is not None else j])
         if not masks and not broken and self._rows.want_largest(into):
             tokens = best.tolist()
             self._rows.drew(into, positions, tokens)
@@ -188,7 +207,14 @@ class TorchRunner:
         asking = [j for j, row in enumerate(into) if self._rows.reports[row] >= 0]
         raw = logits[asking] if asking else None  # a copy: stages overwrite the logits
         columns, shapers = self._rows.draws(into, positions), self._rows.shapers(into)
-        drawn = sample(logits, columns, best=torch.from_numpy(best), shapers=shapers, masks=masks)
+        drawn = sample(
+            logits,
+            columns,
+            best=torch.from_numpy(best),
+            shapers=shapers,
+            masks=masks,
+            probes=probes,
+        )
         tokens = drawn.tolist()
         failed = {j: NO_TOKEN_ALLOWED for j, token in enumerate(tokens) if token == NO_TOKEN}
         failed |= dict.fromkeys(broken, "the model's logits were not finite")

@@ -36,7 +36,7 @@ def _report(logits: Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[L
     ranks = ((logits > own).sum(-1) + 1).tolist()
     logprobs = (own[:, 0].double() - norms).tolist()
     most = min(max(counts), logits.shape[1])
-    top_ids, top = _largest(logits, most)
+    top_ids, top = largest(logits, most)
     tops = (top.double() - norms[:, None]).tolist()
     return [
         Logprobs(logprobs[i], ranks[i], top_ids[i][:count], tops[i][:count])
@@ -44,7 +44,7 @@ def _report(logits: Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[L
     ]
 
 
-def _largest(logits: Tensor, count: int) -> tuple[list[list[int]], Tensor]:
+def largest(logits: Tensor, count: int) -> tuple[list[list[int]], Tensor]:
     """The `count` largest of each row, lowest id first among equals: ids, and values [n, count]."""
     if not count:
         return [[] for _ in range(logits.shape[0])], logits[:, :0]

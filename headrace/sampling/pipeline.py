@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.sampling.params import Columns
+from headrace.sampling.probe import Probe
 from headrace.sampling.rng import uniform
 from headrace.sampling.shaper import Shaper
 from headrace.sampling.shaping import Bits, Line, shape, unpacked
@@ -63,6 +64,7 @@ def sample(
     best: Tensor | None = None,
     shapers: Sequence[Shaper | None] = (),
     masks: Mapping[int, Bits] | None = None,
+    probes: Mapping[int, Probe] | None = None,
 ) -> Tensor:
     """One token a row.
 
@@ -70,9 +72,10 @@ def sample(
     NO_TOKEN where rules and grammar leave none.
     best [draws] int64: the first largest of each row of `logits`, where the caller knows it.
     shapers: one a draw, or none at all. masks: draw -> the tokens it may take.
+    probes: draw -> what is shown what each stage leaves; no token depends on it.
     """
-    greedy = columns.greedy
-    lines = _lines(columns, shapers, masks or {})
+    greedy, probes = columns.greedy, probes or {}
+    lines = _lines(columns, shapers, masks or {}, probes)
     if not lines and greedy.all():
         return logits.argmax(-1) if best is None else best
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
@@ -85,13 +88,17 @@ def sample(
         if greedy[row] and line.shaper is None and line.bits is not None:
             tokens[row] = _first_allowed(logits[row], line.bits, -1 if best is None else best[row])
             shaped[row] = False
+            if line.probe is not None:
+                bits = torch.from_numpy(unpacked(line.bits, logits.shape[1]))
+                line.probe.note("mask", logits[row].masked_fill(~bits, -torch.inf))
     for whose in (greedy & shaped, ~greedy):
         rows = np.flatnonzero(whose)
         for at in range(0, rows.size, _ROWS_AT_ONCE):
             part = rows[at : at + _ROWS_AT_ONCE]
             some, drawn = columns.take(part), torch.from_numpy(part)
             mine = [lines[row]._replace(at=i) for i, row in enumerate(part) if row in lines]
-            tokens[drawn] = _sample_some(logits[drawn].double(), some, stages, mine)
+            mine_too = {i: probes[row] for i, row in enumerate(part) if row in probes}
+            tokens[drawn] = _sample_some(logits[drawn].double(), some, stages, mine, mine_too)
     return tokens
 
 
@@ -109,18 +116,25 @@ def _first_allowed(logits: Tensor, mask: Bits, best: Tensor | int) -> int:
 
 
 def _lines(
-    columns: Columns, shapers: Sequence[Shaper | None], masks: Mapping[int, Bits]
+    columns: Columns,
+    shapers: Sequence[Shaper | None],
+    masks: Mapping[int, Bits],
+    probes: Mapping[int, Probe],
 ) -> dict[int, Line]:
     """Draw -> how it is shaped, for draws that are."""
     shaped = {j: shaper for j, shaper in enumerate(shapers) if shaper is not None}
     return {
-        j: Line(j, shaped.get(j), int(columns.position[j]), masks.get(j))
+        j: Line(j, shaped.get(j), int(columns.position[j]), masks.get(j), probes.get(j))
         for j in sorted(shaped.keys() | masks.keys())
     }
 
 
 def _sample_some(
-    logits: Tensor, columns: Columns, stages: Sequence[Stage], lines: list[Line]
+    logits: Tensor,
+    columns: Columns,
+    stages: Sequence[Stage],
+    lines: list[Line],
+    probes: Mapping[int, Probe],
 ) -> Tensor:
     """A token for each of a few rows, all greedy or none; logits are overwritten."""
     empty = None
@@ -134,20 +148,34 @@ def _sample_some(
     if columns.greedy[0]:
         tokens = logits.argmax(-1)
     else:
-        kept = run_stages(logits, columns, stages)
+        kept = run_stages(logits, columns, stages, probes)
         u = torch.from_numpy(uniform(columns.seed, columns.choice, columns.position))
+        for i, probe in probes.items():
+            probe.note_odds(kept[i])
+            probe.uniform = float(u[i])
         tokens = inverse_cdf(kept, u)
     return tokens if empty is None else tokens.masked_fill_(empty, NO_TOKEN)
 
 
-def run_stages(logits: Tensor, columns: Columns, stages: Sequence[Stage]) -> Tensor:
-    """logits [rows, vocab] float64, overwritten, through every stage that some row uses."""
+def run_stages(
+    logits: Tensor,
+    columns: Columns,
+    stages: Sequence[Stage],
+    probes: Mapping[int, Probe] | None = None,
+) -> Tensor:
+    """logits [rows, vocab] float64, overwritten, through every stage that some row uses.
+
+    probes: row -> who is shown what each of its stages leaves.
+    """
     for stage in stages:
         used = stage.rows(columns, logits.shape[1])
         if len(used) == logits.shape[0]:
             logits = stage.apply(logits, columns)
         elif used:
             logits[used] = stage.apply(logits[used], columns.take(used))
+        for i, probe in (probes or {}).items():
+            if i in used:
+                probe.note(stage.name, logits[i])
     return logits
 
 

@@ -50,6 +50,11 @@ class Shaper:
             return None
         return cls(s, join.prompt_tokens, join.history)
 
+    @property
+    def penalises(self) -> bool:
+        """It has penalties, beside or without rules."""
+        return any(part is not None for part in (self.repetition, self.dry, self.lz))
+
     def _last(self, position: int, window: int) -> Ids:
         assert self.history is not None, "this row keeps no history"
         return self.history.last(position, window)

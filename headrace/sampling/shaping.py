@@ -7,13 +7,16 @@ it in one go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.sampling.history import Ids
 from headrace.sampling.shaper import Shaper
+
+if TYPE_CHECKING:  # the fake backend, which has no torch, reads masks with this file
+    from headrace.sampling.probe import Probe
 
 Grid = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.int32]
@@ -26,18 +29,29 @@ class Line(NamedTuple):
     shaper: Shaper | None
     position: int
     bits: Bits | None = None  # [ceil(vocab / 32)]: bit t % 32 of word t // 32 = token t is allowed
+    probe: Probe | None = None  # is shown what each stage leaves
 
 
 def shape(z: Grid, lines: Sequence[Line]) -> None:
     """Every stage, in order, for the rows that `lines` name."""
     _bias(z, lines)
     _ban(z, lines)
+    probed = [line for line in lines if line.probe is not None]
+    _show(z, "rules", [one for one in probed if one.shaper and one.shaper.rules is not None])
     _repetition(z, lines)
     _lz(z, lines)
     _dry(z, lines)
+    _show(z, "penalties", [one for one in probed if one.shaper and one.shaper.penalises])
     for line in lines:
         if line.bits is not None:
             z[line.at, ~unpacked(line.bits, z.shape[1])] = -np.inf
+    _show(z, "mask", [one for one in probed if one.bits is not None])
+
+
+def _show(z: Grid, stage: str, lines: Sequence[Line]) -> None:
+    for line in lines:
+        if line.probe is not None:
+            line.probe.note(stage, z[line.at])
 
 
 def unpacked(bits: Bits, vocab: int) -> npt.NDArray[np.bool_]:

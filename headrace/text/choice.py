@@ -76,6 +76,16 @@ class ChoiceText:
         """The stop string that was found."""
         return self._stops.matched if self._stops else None
 
+    @property
+    def held(self) -> str:
+        """The text that waits, for it may begin a stop string."""
+        return self._stops.held if self._stops else ""
+
+    @property
+    def held_bytes(self) -> bytes:
+        """The bytes that wait for the rest of their character, where tokens have bytes."""
+        return self._detokenizer.held
+
     def feed(self, tokens: Sequence[int]) -> Piece:
         """The text that `tokens` complete. Tokens after a stop string's last one are dropped."""
         feed, stops = self._detokenizer.feed, self._stops

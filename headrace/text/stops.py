@@ -19,6 +19,11 @@ class StopStrings:
 
     __slots__ = ("_fails", "_firsts", "_held", "_include", "_states", "_stops", "matched")
 
+    @property
+    def held(self) -> str:
+        """What may begin a stop string."""
+        return self._held
+
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere: refuse it upstream"
         self._stops = sorted(set(stops), key=len, reverse=True)  # the longer one is tried first

@@ -44,6 +44,11 @@ class Trace:
         self._chars = 0  # handed on, to whoever looks for stop strings
         self._sent = 0  # released as text that can no longer change
 
+    @property
+    def held(self) -> bytes:
+        """As `Detokenizer.held`."""
+        return self._inner.held
+
     def feed(self, token_id: int) -> str:
         """As `Detokenizer.feed`."""
         inner, start = self._inner, self._chars

@@ -54,6 +54,8 @@ def run_engine(folder: Path, settings: Settings) -> None:
             blocks,
             width=runner.capacity.width,
             labels=runner.capacity.labels,
+            records=True,
+            draws_note=runner.capacity.draws_note,
         )
         grammars = build_grammars(settings, FILES, info.vocab_size)
         overlap = settings.overlap != "off"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from headrace.engine.recorder import view_of
 from headrace.engine.stats import EngineStats
-from headrace.messages import Abort, Done, End, Finish, Reason, Submit, TokenOut
+from headrace.messages import Abort, Done, End, Finish, Look, Reason, Submit, TokenOut
 
 
 class Live:
@@ -52,6 +53,9 @@ class ScriptedEngine:
         if live is not None and not live.ended[msg.choice]:
             live.counts[msg.choice] = msg.n_tokens
             self._end(owner, live, msg.choice, "stop")
+
+    def look(self, owner: int, _msg: Look) -> None:
+        self._out(owner).view = view_of(self.stats(), time.monotonic(), 16)
 
     def drop_owner(self, owner: int) -> None:
         self.drops.append(owner)

@@ -23,7 +23,7 @@ from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
 from headrace.backends.fake.vectors import LABELS, WIDTH, pooled
 from headrace.engine.protocol import Capacity, Masks, StepCost, StepWork
-from headrace.messages import NO_TOKEN_ALLOWED, Join, Logprobs, Output, StepPlan, StepResult
+from headrace.messages import NO_TOKEN_ALLOWED, Join, Logprobs, Output, StepPlan, StepResult, Tap
 from headrace.sampling.shaping import unpacked
 
 MAX_IN_FLIGHT = 2
@@ -61,6 +61,7 @@ class FakeTicket:
         self.logprobs: list[Logprobs | None] = []
         self.prompts: list[list[Logprobs]] = []
         self.vectors: list[bytes] = []
+        self.taps: list[Tap] = []
         self.touched: set[int] = set()  # blocks that the step reads or writes
         self.tokens: list[int] | None = None
         self.failed: list[tuple[int, str]] = []
@@ -85,6 +86,7 @@ class FakeTicket:
             self.logprobs,
             self.prompts,
             self.vectors,
+            self.taps,
         )
 
 
@@ -130,6 +132,7 @@ class FakeRunner:
             labels=LABELS,
             work=work,
             window=window,
+            draws_note="the fake model draws from a hash of the tokens so far: it has no logits",
         )
         assert window != 1, "a state follows from the one before it"
         self._block_size = block_size
@@ -290,6 +293,9 @@ class FakeRunner:
             row.last = token or 0  # a step ahead may compute what failed
             row.learn(position, [row.last])
             tokens.append(-1 if token is None else token)
+            if row.join.record:
+                greedy = row.join.sampling.temperature == 0
+                ticket.taps.append(Tap(j, greedy, -1.0, []))
         self._report(ticket, tokens)
         ticket.busy_s = self._modelled_s(plan)
         self._free_s = max(self._free_s, self._clock()) + ticket.busy_s

@@ -1,0 +1,126 @@
+"""Live: the engine as it is now, asked for as long as somebody watches, and not otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.api.record_view import step_json
+from headrace.engine.client import EngineClient
+from headrace.errors import NotReady
+from headrace.messages import EngineInfo, View
+
+PERIOD_S = 0.5
+PATIENCE_S = 5.0  # with the engine, whose step may be a long one
+
+
+class Live:
+    """Asks the engine for views. One event loop."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        client.on_view = self._heard
+        self._waiting: list[tuple[bool, asyncio.Future[View]]] = []  # (wants states, who)
+
+    def _heard(self, view: View) -> None:
+        waiting, self._waiting = self._waiting, []
+        for states, future in waiting:
+            if states and not view.states and view.kv_blocks:
+                self._waiting.append((states, future))  # that was another's answer
+            elif not future.done():
+                future.set_result(view)
+
+    async def view(self, *, states: bool = False) -> View:
+        """The engine now. Raises NotReady, EngineDead."""
+        self._client.require()
+        future: asyncio.Future[View] = asyncio.get_running_loop().create_future()
+        self._waiting.append((states, future))
+        self._client.look(states=states)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await future
+        except TimeoutError:
+            raise NotReady("the engine does not answer") from None
+        finally:
+            self._waiting = [one for one in self._waiting if one[1] is not future]
+
+    async def events(self, stopped: Callable[[], bool]) -> AsyncIterator[bytes]:
+        """Server-sent events, two a second, until `stopped`."""
+        before: View | None = None
+        use = EngineUse()
+        while not stopped():
+            with suppress(NotReady):
+                view = await self.view()
+                info = self._client.info
+                device = use.read(self._client.engine_pid)
+                fleet = fleet_json(view, before, info, device)
+                before = view
+                yield b"data: " + msgspec.json.encode(fleet) + b"\n\n"
+            await asyncio.sleep(PERIOD_S)
+
+
+def fleet_json(
+    view: View, before: View | None, info: EngineInfo | None, device: dict[str, Any]
+) -> dict[str, Any]:
+    """One event. Rates are those since `before`; null without one. Times of steps are
+    milliseconds from now: negative."""
+    passed_s = view.time_s - before.time_s if before is not None else 0.0
+
+    def rate(name: str) -> float | None:
+        if before is None or passed_s <= 0:
+            return None
+        done: int = getattr(view, name) - getattr(before, name)
+        return round(done / passed_s, 3)
+
+    return {
+        "time_s": time.time(),
+        "running": view.running,
+        "waiting": view.waiting,
+        "kv": {
+            "blocks": view.kv_blocks,
+            "used": view.kv_used,
+            "cached": view.kv_cached,
+            "block_size": view.block_size,
+        },
+        "tokens_per_s": rate("generation_tokens"),
+        "prefill_tokens_per_s": rate("prefill_tokens"),
+        "steps_per_s": rate("steps"),
+        "ledger": [
+            {"name": name, "bytes": size}
+            for name, size in (info.ledger if info is not None else ())
+        ],
+        "device": device,
+        "last_steps": [step_json(step, view.time_s) for step in view.last_steps],
+    }
+
+
+class EngineUse:
+    """Memory and processor time of the engine process, from /proc where there is one."""
+
+    def __init__(self) -> None:
+        self._read_s = self._used_s = 0.0
+
+    def read(self, pid: int) -> dict[str, Any]:
+        """rss_bytes, and cpu_cores: cores that it kept busy since the last call (null at first)."""
+        with suppress(OSError, ValueError, IndexError):
+            folder = Path("/proc") / str(pid)
+            pages = int((folder / "statm").read_text().split()[1])
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            now_s = time.monotonic()
+            passed_s = now_s - self._read_s if self._read_s else 0.0
+            cores = (used_s - self._used_s) / passed_s if passed_s > 0 else None
+            self._read_s, self._used_s = now_s, used_s
+            return {
+                "name": "cpu",
+                "rss_bytes": pages * os.sysconf("SC_PAGESIZE"),
+                "cpu_cores": cores,
+            }
+        return {"name": "cpu", "rss_bytes": None, "cpu_cores": None}

@@ -1,0 +1,98 @@
+"""GET /ui/api/...: what the live page shows. docs/recording.md has the shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from headrace.api.exchange import exchange_of
+from headrace.api.page import DATA, guarded
+from headrace.api.service import encode_json, service_of
+from headrace.errors import Busy, InvalidRequest, NotFound
+from headrace.observe.current import current
+from headrace.stages import STAGES
+
+SHOWN = 50  # requests, where nobody says how many
+MOST_SHOWN = 1000
+MOST_WATCHERS = 16  # live streams of one HTTP process
+NO_STORE = {"cache-control": "no-store"}  # prompts of people
+
+
+def _json(content: Any) -> Response:
+    raw = content if isinstance(content, bytes) else encode_json(content)
+    return Response(raw, headers=NO_STORE, media_type="application/json")
+
+
+async def stages(request: Request) -> Response:
+    """The eleven stages, each with what its metric says now."""
+    service = service_of(request)
+    names = frozenset(stage.metric for stage in STAGES if stage.metric)
+    now = await asyncio.to_thread(current, names, service.metrics.registry)
+    return _json(
+        [msgspec.to_builtins(stage) | {"value": now.get(stage.metric)} for stage in STAGES]
+    )
+
+
+async def requests(request: Request) -> Response:
+    """Light records, newest first; with API keys those of the key that asks. Raises
+    InvalidRequest."""
+    given = request.query_params.get("limit", str(SHOWN))
+    if not given.isdecimal() or not 0 < int(given) <= MOST_SHOWN:
+        raise InvalidRequest(f"limit = {given!r:.50}: 1 to {MOST_SHOWN}", param="limit")
+    return _json(await service_of(request).records.newest(int(given), _whose(request)))
+
+
+async def one(request: Request) -> Response:
+    """One record. Raises NotFound."""
+    name = request.path_params["id"]
+    found = await service_of(request).records.find(name, _whose(request))
+    if found is None:
+        raise NotFound(
+            f"no request {name!r:.150} is in the ring (any more)", code="request_not_found"
+        )
+    return _json(found)
+
+
+async def live(request: Request) -> Response:
+    """The engine, twice a second, until the client leaves or the server drains. Raises Busy."""
+    service = service_of(request)
+    if service.watchers >= MOST_WATCHERS:
+        raise Busy(f"{MOST_WATCHERS} watch already")
+    service.client.require()
+
+    async def events() -> Any:
+        service.watchers += 1
+        try:
+            async for event in service.live.events(lambda: service.draining):
+                yield event
+        finally:
+            service.watchers -= 1
+
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(events(), headers=headers, media_type="text/event-stream")
+
+
+async def kv(request: Request) -> Response:
+    """The KV map: a byte a block. Raises NotReady, EngineDead."""
+    view = await service_of(request).live.view(states=True)
+    shown = {"blocks": view.kv_blocks, "block_size": view.block_size, "state": view.states}
+    return _json(shown)
+
+
+def _whose(request: Request) -> str:
+    """The key whose requests may be seen; "": all, for there are no keys."""
+    return exchange_of(request).key
+
+
+ROUTES = (
+    Route(DATA + "stages", guarded(stages), include_in_schema=False),
+    Route(DATA + "requests", guarded(requests), include_in_schema=False),
+    Route(DATA + "requests/{id:path}", guarded(one), include_in_schema=False),
+    Route(DATA + "live", guarded(live), include_in_schema=False),
+    Route(DATA + "kv", guarded(kv), include_in_schema=False),
+)

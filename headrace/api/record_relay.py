@@ -1,0 +1,112 @@
+"""The records of all HTTP processes of a server, whichever of them is asked.
+
+Each process holds the records of the requests that it served. It answers the others over a socket
+in the server's own folder, which lets nobody else in:
+
+    {"op": "newest" | "find", "name": id, "count": number, "key": name of an API key}\\n  ->
+    the records as JSON, or nothing where there is none; then the end                    <-
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.api.record import Record
+from headrace.api.recorder import Recorder
+
+log = logging.getLogger("headrace.api")
+
+PATIENCE_S = 2.0  # with another process
+Show = Callable[[Record], dict[str, Any]]  # a whole record; from any thread
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What one process asks another. key: "" = the requests of everybody."""
+
+    op: str
+    name: str = ""
+    count: int = 0
+    key: str = ""
+
+
+class RecordRelay:
+    """folder: None = there are no other processes."""
+
+    def __init__(self, recorder: Recorder, show: Show, worker: int, folder: Path | None) -> None:
+        self._recorder, self._show, self._folder = recorder, show, folder
+        self._name = f"records-{worker}.sock"
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen for the other processes."""
+        if self._folder is not None:
+            path = self._folder / self._name
+            path.unlink(missing_ok=True)  # of a process that died
+            self._server = await asyncio.start_unix_server(self._serve, path)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+
+    async def newest(self, count: int, key: str) -> list[dict[str, Any]]:
+        """Light records of all processes, newest first."""
+        asked = Asked("newest", count=count, key=key)
+        found: list[dict[str, Any]] = [r.light() for r in self._recorder.newest(count, key)]
+        for said in await self._ask_others(asked):
+            found += msgspec.json.decode(said)
+        return sorted(found, key=lambda record: -record["created_s"])[:count]
+
+    async def find(self, name: str, key: str) -> bytes | None:
+        """The whole record with this id, as JSON."""
+        asked = Asked("find", name, key=key)
+        mine = await self._whole(asked)
+        if mine:
+            return mine
+        return next(filter(None, await self._ask_others(asked)), None)
+
+    async def _whole(self, asked: Asked) -> bytes:
+        record = self._recorder.find(asked.name, asked.key)
+        if record is None:
+            return b""
+        return await asyncio.to_thread(lambda: msgspec.json.encode(self._show(record)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(msgspec.MsgspecError, OSError):  # whoever asked is gone
+            asked = msgspec.json.decode(await reader.readline(), type=Asked)
+            if asked.op == "find":
+                writer.write(await self._whole(asked))
+            else:
+                newest = self._recorder.newest(asked.count, asked.key)
+                writer.write(msgspec.json.encode([record.light() for record in newest]))
+            await writer.drain()
+        writer.close()
+
+    async def _ask_others(self, asked: Asked) -> list[bytes]:
+        if self._folder is None:
+            return []
+        paths = [p for p in self._folder.glob("records-*.sock") if p.name != self._name]
+        said = await asyncio.gather(*(_ask(path, asked) for path in paths))
+        return [answer for answer in said if answer]
+
+
+async def _ask(path: Path, asked: Asked) -> bytes:
+    """What another process says; nothing if it is gone or busy."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(msgspec.json.encode(asked) + b"\n")
+                return await reader.read()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):  # a process that died leaves its socket
+        log.debug("no answer from %s", path.name)
+        return b""

@@ -1,0 +1,88 @@
+"""Recorder: the newest requests that one HTTP process served, in two rings.
+
+All are in the ring of light records; those that asked to be recorded in full are in a ring of their
+own instead, so that a busy server's other requests do not push them out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from heapq import merge
+from itertools import islice
+
+from headrace.api.record import Caller, Full, Record
+from headrace.errors import InvalidRequest
+
+HEADER = b"x-headrace-record"
+FULL = b"full"
+MOST_FULL = 8  # requests recorded in full at the same time, in one process
+
+
+class Recorder:
+    """`count` light records, and as many full ones as `full_bytes` hold; older ones go.
+
+    count = 0: none of either is kept. offers_full: requests may be recorded in full.
+    """
+
+    def __init__(self, model: str, count: int, full_bytes: int, *, offers_full: bool) -> None:
+        self._model, self._count, self._most_bytes = model, count, full_bytes
+        self._offers_full = offers_full and count > 0
+        self._light: deque[Record] = deque(maxlen=count)  # oldest first
+        self._full: deque[Record] = deque()
+        self._running = 0  # full ones
+
+    def open(self, caller: Caller, headers: Mapping[bytes, bytes]) -> Record | None:
+        """A request of the model came. Raises InvalidRequest for what the header asks in vain."""
+        if (asked := headers.get(HEADER)) is not None:
+            return self._open_full(caller, asked)
+        if not self._count:
+            return None
+        record = Record(caller, self._model, None)
+        self._light.append(record)
+        return record
+
+    def _open_full(self, caller: Caller, asked: bytes) -> Record:
+        if asked != FULL:
+            raise InvalidRequest("X-Headrace-Record can be full", param="X-Headrace-Record")
+        if not self._offers_full:
+            raise InvalidRequest(
+                "this server records no requests in full: it runs with --no-ui or --record-count 0",
+                param="X-Headrace-Record",
+            )
+        if self._running >= MOST_FULL:
+            record = Record(caller, self._model, None)
+            record.note = f"a light record: {MOST_FULL} others were being recorded in full"
+            self._light.append(record)
+            return record
+        record = Record(caller, self._model, Full())
+        self._full.append(record)
+        self._running += 1
+        return record
+
+    def close(self, record: Record, status: int, error: str) -> None:
+        """Its last byte was handed over."""
+        record.done(status, error)
+        if record.full is not None:
+            self._running -= 1
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """The newest full record always stays."""
+        size_bytes = sum(record.size_bytes for record in self._full)
+        while len(self._full) > 1 and (
+            size_bytes > self._most_bytes or len(self._full) > self._count
+        ):
+            size_bytes -= self._full.popleft().size_bytes
+
+    def newest(self, count: int, key: str) -> list[Record]:
+        """Newest first; those of one API key, "" = all."""
+        both = merge(
+            reversed(self._light), reversed(self._full), key=lambda r: r.arrived_s, reverse=True
+        )
+        return list(islice((record for record in both if key in ("", record.key)), count))
+
+    def find(self, name: str, key: str) -> Record | None:
+        """The newest with this id, if it is one of that API key; "" = any."""
+        found = (r for r in self.newest(len(self._light) + len(self._full), key) if r.id == name)
+        return next(found, None)

@@ -1,0 +1,164 @@
+"""Records of requests in the HTTP process: rings and bounds, who sees what, and the prompt."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.api.prompt_spans import content_spans
+from headrace.api.record import MOST_BYTES, MOST_TOKENS, Full, Record
+from headrace.api.recorder import HEADER, MOST_FULL, Recorder
+from headrace.errors import InvalidRequest
+from headrace.observe.current import quantile
+from headrace.sources.card import read_card
+from headrace.sources.resolve import FAKE
+from headrace.text.conversation import Asked
+from headrace.text.template import ChatTemplate
+
+FULL = {HEADER: b"full"}
+
+
+def caller(name: str, key: str = "", at_s: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, path="/v1/completions", key=key, arrived_s=at_s)
+
+
+def opened(recorder: Recorder, name: str, *, full: bool = False, key: str = "") -> Record:
+    made = recorder.open(caller(name, key), FULL if full else {})
+    assert made is not None
+    return made
+
+
+def names(recorder: Recorder, key: str = "") -> list[str]:
+    return [record.id for record in recorder.newest(1000, key)]
+
+
+def test_the_newest_stay() -> None:
+    recorder = Recorder("m", 3, 1000, offers_full=True)
+    for i in range(5):
+        recorder.close(opened(recorder, f"r{i}"), 200, "")
+    assert sorted(names(recorder)) == ["r2", "r3", "r4"]
+    assert recorder.find("r1", "") is None
+
+
+def test_light_ones_do_not_push_out_a_full_one() -> None:
+    recorder = Recorder("m", 2, 10**6, offers_full=True)
+    recorder.close(opened(recorder, "mine", full=True), 200, "")
+    for i in range(9):
+        recorder.close(opened(recorder, f"r{i}"), 200, "")
+    found = recorder.find("mine", "")
+    assert found is not None
+    assert found.whole()["full"]
+
+
+def test_full_ones_are_bounded_by_bytes() -> None:
+    recorder = Recorder("m", 100, 20_000, offers_full=True)
+    for i in range(8):
+        record = opened(recorder, f"f{i}", full=True)
+        assert record.full is not None
+        record.full.hear(b"x" * 5000)
+        recorder.close(record, 200, "")
+    assert 1 <= len(names(recorder)) <= 3
+    record = opened(recorder, "large", full=True)
+    assert record.full is not None
+    record.full.hear(b"x" * 50_000)
+    recorder.close(record, 200, "")
+    assert names(recorder) == ["large"]  # the newest always stays
+
+
+def test_only_some_are_recorded_in_full_at_once() -> None:
+    recorder = Recorder("m", 100, 10**6, offers_full=True)
+    running = [opened(recorder, f"f{i}", full=True) for i in range(MOST_FULL)]
+    late = opened(recorder, "late", full=True)
+    assert late.full is None
+    assert "light record" in late.whole()["note"]
+    recorder.close(late, 200, "")
+    recorder.close(running[0], 200, "")
+    assert opened(recorder, "later", full=True).full is not None
+
+
+@pytest.mark.parametrize(
+    ("recorder", "value"),
+    [
+        (Recorder("m", 10, 1000, offers_full=True), b"fully"),
+        (Recorder("m", 10, 1000, offers_full=False), b"full"),
+        (Recorder("m", 0, 1000, offers_full=True), b"full"),
+    ],
+    ids=["unknown", "no-ui", "none"],
+)
+def test_a_header_that_cannot_be_honoured_is_refused(recorder: Recorder, value: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        recorder.open(caller("x"), {HEADER: value})
+    assert caught.value.param == "X-Headrace-Record"
+
+
+def test_without_a_ring_nothing_is_kept() -> None:
+    recorder = Recorder("m", 0, 1000, offers_full=True)
+    assert recorder.open(caller("x"), {}) is None
+    assert names(recorder) == []
+
+
+def test_a_key_sees_its_own_requests() -> None:
+    recorder = Recorder("m", 10, 10**6, offers_full=True)
+    for i in range(4):
+        recorder.close(opened(recorder, f"r{i}", key=f"key{i % 2}", full=i > 1), 200, "")
+    assert sorted(names(recorder, "key0")) == ["r0", "r2"]
+    assert recorder.find("r1", "key0") is None
+    assert recorder.find("r1", "key1") is not None
+    assert len(names(recorder)) == 4
+
+
+def test_a_full_record_says_when_it_was_cut() -> None:
+    full = Full()
+    for i in range(MOST_TOKENS + 5):
+        full.token(0, i, 1.0)
+    assert len(full.tokens) == MOST_TOKENS
+    assert str(MOST_TOKENS) in full.cut
+    large = Full()
+    for _ in range(3):
+        large.hear(bytes(MOST_BYTES // 2))
+    assert len(large.told) == 2
+    assert large.size_bytes <= MOST_BYTES
+    assert str(MOST_BYTES) in large.cut
+
+
+TEMPLATE = ChatTemplate(read_card(FAKE))
+WORDS = st.text(alphabet=st.sampled_from("ab \n<|>im_start user"), max_size=12)
+
+
+@given(turns=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), WORDS), min_size=1))
+def test_spans_cover_the_prompt_and_hold_the_contents(turns: list[tuple[str, str]]) -> None:
+    asked = Asked([{"role": role, "content": content} for role, content in turns])
+    text = TEMPLATE.prompt(asked)
+    spans = content_spans(text, asked, TEMPLATE.prompt)
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+    assert spans[-1].end == len(text)
+    said = [(s.role, text[s.start : s.end]) for s in spans if s.kind == "content"]
+    assert said == [(role, content.strip()) for role, content in turns if content.strip()]
+
+
+def test_spans_of_a_template_that_looks_into_contents() -> None:
+    """Marks change what such a template writes: contents are searched."""
+
+    def render(asked: Asked) -> str:
+        content = asked.turns[0]["content"]
+        return f"<s>{content}</s>" if len(content) < 10 else "too long"
+
+    spans = content_spans("<s>hello</s>", Asked([{"role": "user", "content": "hello"}]), render)
+    assert [(s.start, s.end, s.kind) for s in spans] == [
+        (0, 3, "template"),
+        (3, 8, "content"),
+        (8, 12, "template"),
+    ]
+
+
+def test_quantiles_are_those_of_prometheus() -> None:
+    infinite = float("inf")
+    buckets = {1.0: 10.0, 2.0: 30.0, 4.0: 40.0, infinite: 40.0}
+    assert quantile(buckets, 0.5) == pytest.approx(1.5)  # the 20th of 40: half of bucket (1, 2]
+    assert quantile(buckets, 0.25) == pytest.approx(1.0)
+    assert quantile(buckets, 0.99) == pytest.approx(3.92)
+    assert quantile({1.0: 0.0, infinite: 5.0}, 0.5) == 1.0  # beyond the last edge
+    assert quantile({1.0: 0.0, infinite: 0.0}, 0.5) is None
