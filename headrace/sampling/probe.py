@@ -19,7 +19,7 @@ TOP = 10  # candidates shown of each stage
 
 
 class Probe:
-    """Of draw `draw` of a step. uniform: the number that decides; -1 = nothing is left to chance."""
+    """Of draw `draw` of a step. uniform: what decides; -1 = nothing is left to chance."""
 
     def __init__(self, draw: int, *, greedy: bool) -> None:
         self.draw, self.greedy, self.uniform = draw, greedy, -1.0
