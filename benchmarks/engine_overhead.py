@@ -64,6 +64,10 @@ class NullTicket:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
+    def likely(self) -> list[int]:
+        """No step of it has a mask."""
+        return []
+
     def finish(self, masks: Masks | None = None) -> None:
         """The draws are made already."""
 

@@ -190,19 +190,19 @@ class Engine:
             return False
         newest = self._in_flight[-1]
         try:
-            newest.finish(self._masks(newest.flight))
+            newest.finish(self._masks(newest))
         except Exception as error:
             self._in_flight.pop()
             self._recover(newest.flight, error)
             return False
         return True
 
-    def _masks(self, flight: Flight) -> Masks | None:
+    def _masks(self, newest: InFlight) -> Masks | None:
         """Needs: every step before it was applied, if a request with a grammar lives."""
         if self._masker is None or not self.registry.constrained:
             return None
-        masks, complete = self._masker.masks(flight)
-        self.registry.give_up(flight)
+        masks, complete = self._masker.masks(newest.flight, newest.ticket)
+        self.registry.give_up(newest.flight)
         self.registry.complete(complete)
         return masks if masks.draws else None
 

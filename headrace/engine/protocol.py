@@ -123,6 +123,13 @@ class Masks(NamedTuple):
 class Ticket(Protocol):
     """A step in flight."""
 
+    def likely(self) -> Sequence[int]:
+        """Of each draw: the token that it takes whatever its mask is, if the mask allows it; -1:
+        that depends on the mask. [] where nobody knows before the step is done, or it broke.
+
+        Never waits. Needs: `finish` was not called.
+        """
+
     def finish(self, masks: Masks | None = None) -> None:
         """Enqueue the sampler. Call once, after `launch`. The caller may reuse masks.bits then."""
 
@@ -179,7 +186,11 @@ class Matcher(Protocol):
         """One more token of the output. Raises HeadraceError if it cannot be followed."""
 
     def forced(self) -> list[int]:
-        """Tokens that are all that can follow now, in order; [] where there is a choice."""
+        """Tokens that are all that can follow now, in order; [] where there is a choice. Then a
+        mask allows the first of them alone."""
+
+    def allows(self, token: int) -> bool:
+        """A mask allows `token`. Needs: nothing is forced."""
 
     def check(self) -> None:
         """Raise HeadraceError if it was given up (in a fill, say)."""

@@ -67,6 +67,9 @@ class Checker:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in list(self._processes):
             process.kill()
+        self._pool.shutdown(wait=True)  # whoever asks a killed one hears at once
+        for process in self._processes:
+            process.end()
 
     def _check(self, key: bytes, grammar: Grammar, param: str) -> None:
         try:

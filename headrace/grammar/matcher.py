@@ -14,10 +14,11 @@ from headrace.errors import InvalidRequest
 class Matcher:
     """See `engine.protocol.Matcher`."""
 
-    __slots__ = ("_inner",)
+    __slots__ = ("_forced", "_inner")
 
     def __init__(self, inner: LLMatcher) -> None:
         self._inner = inner
+        self._forced: list[int] | None = None  # what `forced` found since the last token
 
     @property
     def ended(self) -> bool:
@@ -31,12 +32,23 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """One more token. Raises InvalidRequest if it does not fit or costs more than it may."""
+        self._forced = None
         if not self._inner.consume_token(token):
             self.check()
 
     def forced(self) -> list[int]:
         """The tokens that can only follow now, as the model's tokenizer would write them."""
-        return list(self._inner.compute_ff_tokens())
+        if self._forced is None:
+            self._forced = list(self._inner.compute_ff_tokens())
+        return self._forced.copy()
+
+    def allows(self, token: int) -> bool:
+        """A mask allows `token`, found out without the mask: 2 us instead of 20 to 500.
+
+        Needs: nothing is forced. Then a mask has only the first forced token, where llguidance
+        would take other spellings of it.
+        """
+        return self._inner.validate_tokens([token]) == 1
 
     def clone(self) -> Matcher:
         """Another one that stands where this one stands."""

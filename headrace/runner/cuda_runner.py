@@ -9,7 +9,7 @@ one by one. Tokens come back through pinned memory, one event a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -50,6 +50,10 @@ class CudaTicket:
     def finished(self) -> bool:
         """Whether `finish` was called."""
         return self._finished is not None
+
+    def likely(self) -> Sequence[int]:
+        """Nobody knows before the device is done."""
+        return ()
 
     def finish(self, masks: Masks | None = None) -> None:
         """Enqueue the sampler. The masks are copied."""

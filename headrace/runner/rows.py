@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from headrace.messages import Grow, Join, StepPlan
-from headrace.sampling.params import Columns
+from headrace.sampling.params import GREEDY_BELOW, Columns
 from headrace.sampling.shaper import Shaper
 
 
@@ -83,6 +84,12 @@ class Rows:
     def want_largest(self, rows: list[int]) -> bool:
         """Whether the draws into `rows` are the largest logits and nothing is reported of them."""
         return self._choosy.isdisjoint(rows)
+
+    def take_largest(self, rows: list[int]) -> npt.NDArray[np.bool_]:
+        """Of the draws into `rows`: whether each takes the largest logit of those that its mask
+        allows, as the model gives them. [len(rows)] Not those that are shown: so is their mask."""
+        plain = [row not in self._shapers and row not in self.recorded for row in rows]
+        return (self.columns.temperature[rows] < GREEDY_BELOW) & np.array(plain, np.bool_)
 
     def drew(self, rows: list[int], positions: list[int], tokens: list[int]) -> None:
         """tokens [len(rows)] were drawn into `rows`, at these positions."""

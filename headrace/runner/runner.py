@@ -8,13 +8,15 @@ the tickets.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.backends.cpu.forward import Batch, Forward
+from headrace.backends.cpu.forward import Batch, Forward, Peaks
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.engine.protocol import Capacity, Masks
 from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Pool, StepPlan, StepResult
@@ -27,6 +29,16 @@ from headrace.sampling.probe import Probe
 from headrace.sampling.shaping import Bits
 
 _FAILED_TOKEN = -1
+_UNKNOWN = -1  # see `Ticket.likely`
+
+
+class Computed(NamedTuple):
+    """What the model says of a step. logits [rows drawn from, vocab_size] float32, in the order of
+    their first draw, and what is known of them; None if nothing is drawn."""
+
+    logits: Tensor | None
+    peaks: Peaks | None
+    busy_s: float
 
 
 class TorchTicket:
@@ -34,7 +46,7 @@ class TorchTicket:
 
     def __init__(self, runner: TorchRunner, plan: StepPlan) -> None:
         self._runner, self._plan = runner, plan
-        self._logits = runner.worker.submit(lambda: runner.forward(plan))
+        self._computed = runner.worker.submit(lambda: runner.forward(plan))
         self._result: Pending[StepResult] | None = None
 
     @property
@@ -42,15 +54,25 @@ class TorchTicket:
         """Whether `finish` was called."""
         return self._result is not None
 
+    def likely(self) -> Sequence[int]:
+        """See `engine.protocol.Ticket`: known where the worker computed while it was asked to."""
+        if not self._computed.done():
+            return ()
+        try:
+            peaks = self._computed.result().peaks
+        except Exception:  # `result` raises it
+            return ()
+        return () if peaks is None else self._runner.likely(self._plan, peaks)
+
     def finish(self, masks: Masks | None = None) -> None:
         """Enqueue the sampler."""
         assert self._result is None, "a ticket is finished once"
-        mine = {} if masks is None else dict(zip(masks.draws, masks.bits.copy(), strict=True))
+        mine = None if masks is None else Masks(masks.draws, masks.bits.copy())
         self._result = self._runner.worker.submit(lambda: self._sample(mine))
 
-    def _sample(self, masks: Mapping[int, Bits]) -> StepResult:
-        logits, busy_s = self._logits.result()  # done: one worker, in order
-        return self._runner.draw(self._plan, logits, busy_s, masks)
+    def _sample(self, masks: Masks | None) -> StepResult:
+        computed = self._computed.result()  # done: one worker, in order
+        return self._runner.draw(self._plan, computed, masks)
 
     def result(self) -> StepResult:
         """Wait for the step. Raises what broke it."""
@@ -110,17 +132,17 @@ class TorchRunner:
         del self._forward, self._store, self._rows
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor | None, float]:
+    def forward(self, plan: StepPlan) -> Computed:
         """On the worker: apply the deltas and run the model.
 
-        Returns logits [rows drawn from, vocab_size] float32, in the order of their first draw,
-        None if nothing is drawn; and the seconds it took: processor time of this thread, which
-        computes as long as any does. What other programs take of the cores does not count.
+        The seconds it took are processor time of this thread, which computes as long as any does.
+        What other programs take of the cores does not count.
         """
         began_s = time.thread_time()
         self._apply(plan)
         logits = self._compute(plan) if plan.rows else None
-        return logits, time.thread_time() - began_s
+        peaks = None if logits is None else self._forward.peaks(logits)
+        return Computed(logits, peaks, time.thread_time() - began_s)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.leaves:
@@ -149,10 +171,15 @@ class TorchRunner:
         )
         return self._forward.logits(batch)
 
+    def likely(self, plan: StepPlan, peaks: Peaks) -> list[int]:
+        """See `engine.protocol.Ticket`. Needs: the worker has nothing to do."""
+        best, finite, _ = _by_draw(plan, peaks)
+        sure = finite & self._rows.take_largest(plan.draw_into)
+        found: list[int] = np.where(sure, best, _UNKNOWN).tolist()
+        return found
+
     @torch.inference_mode()
-    def draw(
-        self, plan: StepPlan, logits: Tensor | None, busy_s: float, masks: Mapping[int, Bits]
-    ) -> StepResult:
+    def draw(self, plan: StepPlan, computed: Computed, masks: Masks | None) -> StepResult:
         """On the worker: one token a draw, kept in the device rows and returned; then what prompts
         are asked, which may overwrite the logits."""
         began_s = time.thread_time()
@@ -160,11 +187,11 @@ class TorchRunner:
         failed: list[tuple[int, str]] = []
         logprobs: list[Logprobs | None] = []
         probes = self._probes(plan) if self._rows.recorded else {}
-        if logits is not None:
-            tokens, failed, logprobs = self._draw(plan, logits, masks, probes)
+        if computed.logits is not None:
+            tokens, failed, logprobs = self._draw(plan, computed, masks, probes)
         prompts = [self._prompt(plan, row, count, after) for row, count, after in plan.prompts]
         vectors = [self._vector(plan, row, kind) for row, kind in plan.pools]
-        busy_s += time.thread_time() - began_s
+        busy_s = computed.busy_s + time.thread_time() - began_s
         taps = [probe.tap() for probe in probes.values()]
         return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts, vectors, taps)
 
@@ -180,18 +207,16 @@ class TorchRunner:
     def _draw(
         self,
         plan: StepPlan,
-        logits: Tensor,
-        masks: Mapping[int, Bits],
+        computed: Computed,
+        given: Masks | None,
         probes: Mapping[int, Probe],
     ) -> tuple[list[int], list[tuple[int, str]], list[Logprobs | None]]:
-        peaks, into = self._forward.peaks(logits), plan.draw_into
-        best, finite = peaks.best, peaks.finite
+        logits, into = computed.logits, plan.draw_into
+        assert logits is not None, "a draw without logits"
+        assert computed.peaks is not None, "logits without peaks"
+        best, finite, order = _by_draw(plan, computed.peaks)
         positions = [plan.starts[i] + plan.counts[i] for i in plan.draw_from]
-        sources = {row: i for i, row in enumerate(sources_of(plan))}
-        order = None
-        if len(sources) != len(plan.draw_from):
-            order = [sources[row] for row in plan.draw_from]
-            best, finite = best[order], finite[order]
+        masks = {} if given is None else self._telling(given, into, best)
         broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
         for j, probe in probes.items():
             if j not in broken:
@@ -231,6 +256,18 @@ class TorchRunner:
                 logprobs[j] = None if j in failed else entry
         return tokens, sorted(failed.items()), logprobs
 
+    def _telling(
+        self, masks: Masks, into: list[int], best: npt.NDArray[np.int64]
+    ) -> dict[int, Bits]:
+        """Draw -> its mask, where that can change the draw: not where the draw takes the largest
+        logit, and the mask allows it."""
+        largest = best[masks.draws]
+        words = masks.bits[np.arange(largest.size), largest >> 5].view(np.uint32)
+        allowed = (words >> (largest & 31).astype(np.uint32) & 1).astype(np.bool_)
+        takes = self._rows.take_largest([into[j] for j in masks.draws])
+        places = np.flatnonzero(~(allowed & takes)).tolist()
+        return {masks.draws[at]: masks.bits[at] for at in places}
+
     def _prompt(self, plan: StepPlan, row: int, count: int, after: int) -> list[Logprobs]:
         """See `StepResult.prompt_logprobs`; the logits of a few tokens at a time."""
         ids = plan.ids[row]
@@ -254,3 +291,14 @@ class TorchRunner:
             if kind == "scores":
                 vector = self._forward.scores(vector)
         return vector.numpy().astype("<f4", copy=False).tobytes()
+
+
+def _by_draw(
+    plan: StepPlan, peaks: Peaks
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], list[int] | None]:
+    """`best` and `finite` [draws], and the row of logits of each draw; None: one each, in order."""
+    sources = {row: i for i, row in enumerate(sources_of(plan))}
+    if len(sources) == len(plan.draw_from):
+        return peaks.best, peaks.finite, None
+    order = [sources[row] for row in plan.draw_from]
+    return peaks.best[order], peaks.finite[order], order

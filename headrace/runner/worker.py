@@ -15,6 +15,9 @@ T_co = TypeVar("T_co", covariant=True)
 class Pending(Protocol[T_co]):
     """Work that was asked for."""
 
+    def done(self) -> bool:
+        """`result` would not wait."""
+
     def result(self) -> T_co:
         """Wait for it. Raises what it raised."""
 
@@ -54,6 +57,9 @@ class _Done(Generic[T]):
             self._value = work()
         except Exception as error:
             self._error = error
+
+    def done(self) -> bool:
+        return True
 
     def result(self) -> T:
         if self._error is not None:

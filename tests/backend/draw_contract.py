@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from headrace.engine.protocol import Masks
 from headrace.messages import (
     Dry,
     Grow,
@@ -158,6 +159,49 @@ def masks_hold_for_their_draw(make: MakeRunner) -> None:
     assert got[2] == [70, 71, 72, 73]
 
 
+def likely_is_what_a_mask_may_confirm(make: MakeRunner) -> None:
+    """A draw whose likely token is allowed takes it; one that says nothing, or whose is refused,
+    takes what it would have taken. A runner may know nothing beforehand."""
+    how = [
+        GREEDY,
+        Sampling(temperature=0.0, logprobs=2),
+        Sampling(seed=5),
+        Sampling(temperature=0.0, repetition=Repetition(3.0)),
+    ]
+
+    def drawn(masks: Callable[[Steps, list[int]], Masks | None]) -> tuple[list[int], list[int]]:
+        steps = Steps(make())
+        for row, sampling in enumerate(how):
+            steps.join(row, list(range(row * 8, row * 8 + 4)), sampling)
+            steps.forward(row, PROMPT)
+        ticket = steps.begin()
+        likely = list(ticket.likely())
+        ticket.finish(masks(steps, likely))
+        tokens = list(ticket.result().tokens)
+        steps.runner.close()
+        return tokens, likely
+
+    def every(steps: Steps) -> list[int]:
+        return list(range(steps.runner.capacity.vocab_size))
+
+    free, _ = drawn(lambda steps, likely: None)
+    got, likely = drawn(lambda steps, _: steps.allow(dict.fromkeys(range(len(how)), every(steps))))
+    assert free[0] == free[1]
+    assert got[:2] == free[:2]
+    if not likely:
+        return
+    assert likely == [free[0], free[1], -1, -1]
+
+    def some(steps: Steps, likely: list[int]) -> Masks:
+        without = [token for token in every(steps) if token != likely[1]]
+        return steps.allow({0: [likely[0], 7], 1: without, 2: every(steps), 3: every(steps)})
+
+    confirmed, again = drawn(some)
+    assert again == likely
+    assert confirmed == [got[0], confirmed[1], *got[2:]]
+    assert confirmed[1] != got[1]
+
+
 def a_draw_without_a_token_fails_alone(make: MakeRunner) -> None:
     """The step ahead may compute it; its row can be used again."""
     want = generate(make)
@@ -296,6 +340,7 @@ DRAW_CONTRACT: list[Callable[[MakeRunner], None]] = [
     forks_remember_the_prompt,
     rules_hold,
     masks_hold_for_their_draw,
+    likely_is_what_a_mask_may_confirm,
     a_draw_without_a_token_fails_alone,
     draws_report_logprobs,
     prompts_report_logprobs,

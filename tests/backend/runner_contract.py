@@ -92,6 +92,12 @@ class Steps:
         self.pools.append((len(self.rows) - 1, kind))
 
     def launch(self, masks: Masks | None = None) -> Ticket:
+        """Send the plan and let it draw."""
+        ticket = self.begin()
+        ticket.finish(masks)
+        return ticket
+
+    def begin(self) -> Ticket:
         """Send the plan; decode rows must have been added first."""
         self.step += 1
         outputs = [Output.NONE] * len(self.rows)
@@ -119,9 +125,7 @@ class Steps:
             pools=self.pools,
         )
         self._clear()
-        ticket = self.runner.launch(plan)
-        ticket.finish(masks)
-        return ticket
+        return self.runner.launch(plan)
 
     def allow(self, allowed: dict[int, list[int]]) -> Masks:
         """Masks: draw -> the only tokens it may take."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -105,6 +105,9 @@ class TimedTicket:
 
     def __init__(self, ticket: Ticket, clock: Any, began: Any) -> None:
         self._ticket, self._clock, self._mark = ticket, clock, began
+
+    def likely(self) -> Sequence[int]:
+        return self._ticket.likely()
 
     def finish(self, masks: Masks | None = None) -> None:
         self._ticket.finish(masks)

@@ -56,7 +56,7 @@ def test_prefill_logits_are_close(trio: Trio) -> None:
         draw_from=[0],
         draw_into=[0],
     )
-    logits, busy_s = runner.worker.submit(lambda: runner.forward(step)).result()
+    logits, _, busy_s = runner.worker.submit(lambda: runner.forward(step)).result()
     assert logits is not None
     torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-3)
     assert busy_s > 0

@@ -122,7 +122,7 @@ def test_logits_are_close(pair: Pair) -> None:
     (prompt,) = prompts(1)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, -1]
-        logits, _ = runner.forward(_prefill(prompt))
+        logits = runner.forward(_prefill(prompt)).logits
     assert logits is not None
     torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
     runner.forward(_leave())

@@ -71,6 +71,16 @@ def allowed(at: Matcher) -> list[int]:
     return found
 
 
+def agrees(at: Matcher, tokens: list[int], random: Random) -> None:
+    """What is forced, and what is allowed without a mask, is what the mask says."""
+    forced = at.forced()
+    if forced:
+        assert tokens == forced[:1], "a mask beside a forced token"
+        return
+    for token in {*random.choices(tokens, k=3), *random.choices(range(len(TOKENS)), k=5)}:
+        assert at.allows(token) == (token in tokens), f"{TOKENS[token]!r}: {token in tokens}"
+
+
 def walk(start: Matcher, random: Random, most: int = 400, eager: int = 40) -> bytes | None:
     """One output, or None if it did not come to its end within `most` tokens.
 
@@ -85,6 +95,7 @@ def walk(start: Matcher, random: Random, most: int = 400, eager: int = 40) -> by
         assert (END in tokens) == at.accepts, "the end is allowed exactly where it may come"
         assert 256 not in tokens, "a special token is no text"
         assert 257 not in tokens, "a special token is no text"
+        agrees(at, tokens, random)
         if END in tokens and (n >= eager or random.random() < 0.3 or len(tokens) == 1):
             return bytes(out)
         closers = [t for t in tokens if t in CLOSERS]

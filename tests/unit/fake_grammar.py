@@ -1,8 +1,8 @@
 """A grammar small enough to see through, behind the engine's own protocol.
 
 A spec is a row of states. A lowercase letter: that token and no other. ".": one of a, b, c, d.
-"~": any number of A, B, C. "!": following it fails. The output ends after the last state, so that
-a spec that ends with "~" may end or go on. Compiling "?" is refused.
+"*": any byte. "~": any number of A, B, C. "!": following it fails. The output ends after the last
+state, so that a spec that ends with "~" may end or go on. Compiling "?" is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from headrace.messages import Grammar, Submit
 
 EOS = 258
 LOOP = (65, 66, 67)
+
+
+def _taken(state: str) -> set[int]:
+    """The tokens that a state other than "~" takes."""
+    if state == "*":
+        return set(range(256))
+    return set(b"abcd") if state == "." else {ord(state)}
 
 
 class FakeMatcher:
@@ -43,7 +50,7 @@ class FakeMatcher:
             if state == "~":
                 out |= set(LOOP)
                 continue
-            out |= set(b"abcd") if state == "." else {ord(state)}
+            out |= _taken(state)
             break
         return out
 
@@ -53,7 +60,7 @@ class FakeMatcher:
                 return
             self.at += 1
         state = self.spec[self.at]
-        if state == "!" or token not in (set(b"abcd") if state == "." else {ord(state)}):
+        if state == "!" or token not in _taken(state):
             raise InvalidRequest(f"token {token} at {self.at} of {self.spec!r}")
         self.at += 1
 
@@ -64,6 +71,10 @@ class FakeMatcher:
                 break
             out.append(ord(state))
         return out
+
+    def allows(self, token: int) -> bool:
+        assert not self.forced(), "a forced token is known without asking"
+        return token in self.allowed()
 
     def check(self) -> None:
         pass
@@ -80,7 +91,7 @@ class FakeGrammars:
     def __init__(self, *, late: bool = False) -> None:
         self.late = late
         self.waiting: list[tuple[Grammar, Future[Any]]] = []
-        self.fills = 0
+        self.fills = 0  # masks made
         self.closed = False
 
     def compile(self, grammar: Grammar) -> Future[Any]:
@@ -101,7 +112,7 @@ class FakeGrammars:
 
     def fill(self, matchers: Sequence[FakeMatcher], bits: npt.NDArray[np.int32]) -> None:
         assert matchers, "nothing to fill"
-        self.fills += 1
+        self.fills += len(matchers)
         words = bits.view(np.uint32)
         for row, matcher in zip(words, matchers, strict=True):
             row[:] = 0

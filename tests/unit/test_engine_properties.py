@@ -127,7 +127,9 @@ class EngineMachine(RuleBasedStateMachine):
         """A spec of `fake_grammar`, now and then one that fails."""
         if shape.random() >= self.constrained:
             return None
-        states = shape.choice(["a.~", "abcdfgh", "abcdfgh.~", "abcde.~", "abcdfgh.~!"])
+        states = shape.choice(
+            ["a.~", "abcdfgh", "abcdfgh.~", "abcde.~", "abcdfgh.~!", "a**", "**~"]
+        )
         spec = "".join(shape.choice(states) for _ in range(shape.randint(1, 30)))
         return Grammar("lark", "?" if shape.random() < 0.05 else spec)
 

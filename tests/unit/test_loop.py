@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -281,6 +281,9 @@ class Faulty:
 class FaultyTicket:
     def __init__(self, runner: Faulty, plan: StepPlan, inner: FakeTicket) -> None:
         self.runner, self.plan, self.inner = runner, plan, inner
+
+    def likely(self) -> Sequence[int]:
+        return self.inner.likely()
 
     def finish(self, masks: Masks | None = None) -> None:
         self.inner.finish(masks)

@@ -100,6 +100,12 @@ def draw(
     return definition.draw(logits(state, eos), sampling, choice, known, prompt_tokens, mask)
 
 
+def greedy_token(state: int, sampling: Sampling, eos: int | None) -> int:
+    """What a draw takes if its mask allows it; -1 if that depends on the mask."""
+    shaped = sampling.needs_history or sampling.rules is not None
+    return candidate(state, 0, eos) if sampling.temperature == 0 and not shaped else -1
+
+
 def _draw_candidate(
     state: int, sampling: Sampling, choice: int, position: int, eos: int | None
 ) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.backends.fake.logprobs import report
-from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, root
+from headrace.backends.fake.model import END_OF_TURN, VOCAB_SIZE, advance, draw, greedy_token, root
 from headrace.backends.fake.vectors import LABELS, WIDTH, pooled
 from headrace.engine.protocol import Capacity, Masks, StepCost, StepWork
 from headrace.messages import NO_TOKEN_ALLOWED, Join, Logprobs, Output, StepPlan, StepResult, Tap
@@ -68,6 +68,10 @@ class FakeTicket:
         self.ready_s = 0.0
         self.busy_s = 0.0
         self._runner = runner
+
+    def likely(self) -> list[int]:
+        """See `engine.protocol.Ticket`."""
+        return self._runner._likely(self)
 
     def finish(self, masks: Masks | None = None) -> None:
         """Draw. See `engine.protocol.Ticket`."""
@@ -301,6 +305,15 @@ class FakeRunner:
         self._free_s = max(self._free_s, self._clock()) + ticket.busy_s
         ticket.ready_s = self._free_s
         return tokens
+
+    def _likely(self, ticket: FakeTicket) -> list[int]:
+        plan = ticket.plan
+        found = []
+        for source, target in zip(plan.draw_from, plan.draw_into, strict=True):
+            join = self._rows[target].join
+            token = greedy_token(ticket.states[source], join.sampling, self._eos)
+            found.append(-1 if join.record else token)  # whose draws are shown, so is their mask
+        return found
 
     def _draw_one(
         self, row: _Row, state: int, position: int, mask: npt.NDArray[np.bool_] | None
