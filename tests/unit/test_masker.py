@@ -17,8 +17,8 @@ def constrained(spec: str, overlap: bool, **fields: Any) -> tuple[int, list[int]
     """Masks that one request of `spec` made, and its tokens, which are the reference's."""
     grammars = FakeGrammars()
     rig = Rig(overlap=overlap, grammars=grammars, eos=(EOS,))
-    fields = {"sampling": GREEDY, "stop_ids": [EOS]} | fields
-    handle = rig.submit(5, 40, grammar=Grammar("lark", spec), **fields)
+    more: dict[str, Any] = {"sampling": GREEDY, "stop_ids": [EOS]} | fields
+    handle = rig.submit(5, 40, grammar=Grammar("lark", spec), **more)
     rig.run()
     rig.check_tokens()
     rig.check_idle()
