@@ -55,7 +55,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def until(at_s: float) -> None:
-    await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+    # The event loop rounds a sleep up to whole milliseconds: the last two are waited by yielding.
+    await asyncio.sleep(max(0.0, at_s - time.monotonic() - 0.002))
+    while time.monotonic() < at_s:
+        await asyncio.sleep(0)
 
 
 async def serve() -> None:

@@ -14,6 +14,7 @@ from headrace.gateway.view import Knobs
 from headrace.sim.device import DEVICES, read_device
 from headrace.sim.generate import GENERATORS, generate
 from headrace.sim.plot import plot as draw
+from headrace.sim.router import IN_ORDER
 from headrace.sim.run import Fleet
 from headrace.sim.sweep import Study, markdown, own_load, save, sweep, table
 from headrace.sim.workload import Workload, load_trace, save_trace
@@ -37,14 +38,14 @@ class Numbers(click.ParamType[tuple[float, ...]]):
 
 
 class Names(click.ParamType[tuple[str, ...]]):
-    """`a,b` -> ("a", "b"), each a policy; `all` = every one."""
+    """`a,b` -> ("a", "b"), each a policy, maybe with `@order`; `all` = every one."""
 
     name = "name,name,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
         names = tuple(POLICIES) if value == "all" else tuple(str(value).split(","))
         for name in names:
-            if name not in POLICIES:
+            if name.removesuffix(IN_ORDER) not in POLICIES:
                 self.fail(f"{name!r} is none of: all, {', '.join(POLICIES)}", param, ctx)
         return names
 

@@ -165,8 +165,9 @@ def token_cost(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
 
         (1 - affinity) * (pending uncached tokens + decode load) + affinity * own uncached tokens
 
-    At 0.5 a cached token and a waiting token weigh the same. A holder that is busier than its
-    cached tokens are worth loses to another worker, which then holds the prefix too. A prompt that
+    At 0.5 a cached token and a waiting token weigh the same. At 0.75 a cached one weighs three
+    times as much, for a prefix computed once more also takes memory from others. A holder that is
+    busier than its cached tokens are worth loses to another worker, which then holds it too. A prompt that
     nobody holds to a share worth going for is placed by load, among equals where a cold prompt went
     longest ago. One that warms up counts its cost several times.
     """

@@ -43,8 +43,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8080
     policy: PolicyName = "token_cost"
-    affinity: Share = 0.5
-    decode_weight: Annotated[float, Meta(ge=0)] = 0.1
+    affinity: Share = 0.75
+    decode_weight: Annotated[float, Meta(ge=0)] = 0.03
     index_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
     check_interval_s: SomeSeconds = 1.0
     check_timeout_s: SomeSeconds = 1.5

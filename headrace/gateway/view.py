@@ -54,8 +54,8 @@ class Choice(msgspec.Struct, frozen=True):
 class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """What tunes the policies. Defaults of the foreign rules are those of their projects."""
 
-    affinity: float = 0.5  # token_cost: 0 = load alone, 0.5 = token for token, 1 = cache alone
-    decode_weight: float = 0.1  # prefill tokens that one token of a decoding context counts as
+    affinity: float = 0.75  # token_cost: 0 = load alone, 0.5 = token for token, 1 = cache alone
+    decode_weight: float = 0.03  # prefill tokens that one token of a decoding context counts as
     cold_share: float = 0.1  # a prompt held up to this share is placed as a cold one
     cache_threshold: float = 0.3  # prefix_affinity: go to the holder above this share
     balance_abs: int = 64  # prefix_affinity: most requests between the busiest and the idlest

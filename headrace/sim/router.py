@@ -13,11 +13,16 @@ from headrace.gateway.prefix_index import ENTRY_BYTES, PrefixIndex
 from headrace.gateway.view import Ask, FleetView, Knobs, WorkerView
 from headrace.sim.workload import Request
 
+IN_ORDER = "@order"
 INDEX_BYTES = 2**40 // ENTRY_BYTES * ENTRY_BYTES  # the workers' caches bound it, not this
 
 
 class Router:
-    """One gateway process over `workers` workers with caches of `cache_blocks` blocks each."""
+    """One gateway process over `workers` workers with caches of `cache_blocks` blocks each.
+
+    policy: a name in `POLICIES`, with `@order` behind it if the first of equal workers is to get a
+    request, as in routers that take the least of a list, and not the one chosen longest ago.
+    """
 
     def __init__(
         self,
@@ -29,7 +34,8 @@ class Router:
         knobs: Knobs,
         seed: int,
     ) -> None:
-        self._policy, self._knobs = POLICIES[policy], knobs
+        self._policy, self._knobs = POLICIES[policy.removesuffix(IN_ORDER)], knobs
+        self._in_order = policy.endswith(IN_ORDER)
         self._block_tokens = block_tokens
         self._names = tuple(f"worker-{i}" for i in range(workers))
         self._loads = [Load() for _ in range(workers)]
@@ -70,10 +76,12 @@ class Router:
                     pending_tokens=load.left_tokens(now_s),
                     decode_tokens=load.decode_tokens,
                     kv_usage=usage,
-                    last_placed=load.last_placed,
-                    last_cold=load.last_cold,
+                    last_placed=i if self._in_order else load.last_placed,
+                    last_cold=i if self._in_order else load.last_cold,
                     prefill_tokens_per_s=load.prefill_tokens_per_s,
                 )
-                for name, load, usage in zip(self._names, self._loads, kv_usages, strict=True)
+                for i, (name, load, usage) in enumerate(
+                    zip(self._names, self._loads, kv_usages, strict=True)
+                )
             )
         )

@@ -63,9 +63,10 @@ def test_any_view_gets_a_worker_and_the_same_one_again(
 
 
 def test_the_holder_wins_until_it_is_busier_than_its_tokens_are_worth() -> None:
+    """By default a cached token is worth three that wait."""
     held = ask((800, 0, 0))
-    assert token_cost(workers(pending_tokens=799), held, KNOBS).index == 0
-    busy = token_cost(workers(pending_tokens=801), held, KNOBS)
+    assert token_cost(workers(pending_tokens=2399), held, KNOBS).index == 0
+    busy = token_cost(workers(pending_tokens=2401), held, KNOBS)
     assert busy.index == 1
     assert busy.replicates
 
@@ -172,4 +173,4 @@ def test_predicted_time_to_first_token() -> None:
     worker = WorkerView(
         name="w", pending_tokens=3000, decode_tokens=10_000, prefill_tokens_per_s=5000.0
     )
-    assert predicted_ttft_s(worker, 1000, KNOBS) == 1.0
+    assert predicted_ttft_s(worker, 1000, Knobs(decode_weight=0.1)) == 1.0
