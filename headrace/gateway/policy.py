@@ -167,9 +167,9 @@ def token_cost(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
 
     At 0.5 a cached token and a waiting token weigh the same. At 0.75 a cached one weighs three
     times as much, for a prefix computed once more also takes memory from others. A holder that is
-    busier than its cached tokens are worth loses to another worker, which then holds it too. A prompt that
-    nobody holds to a share worth going for is placed by load, among equals where a cold prompt went
-    longest ago. One that warms up counts its cost several times.
+    busier than its cached tokens are worth loses to another worker, which then holds it too. A
+    prompt that nobody holds to a share worth going for is placed by load, among equals where a
+    cold prompt went longest ago. One that warms up counts its cost several times.
     """
     own = max(1, ask.prompt_tokens)
     longest = max(ask.cached_tokens)
