@@ -31,6 +31,7 @@ from headrace.runner.device_state import DeviceState
 from headrace.runner.draws import WIDE_ROWS
 from headrace.runner.forward import Forward
 from headrace.runner.phase import Report, phase
+from headrace.runner.taps import NOTE
 from headrace.runner.work import from_cost
 
 _SLACK_BYTES = 256 * 2**20  # fragments, and what the driver takes for itself later
@@ -197,6 +198,7 @@ def _capacity(
         width=model.spec.hidden,
         labels=model.spec.labels,
         generates=model.spec.generates,
+        draws_note=NOTE,
     )
 
 

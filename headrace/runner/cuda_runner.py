@@ -26,6 +26,7 @@ from headrace.runner.forward import Forward
 from headrace.runner.graphs import Way
 from headrace.runner.plan_check import check, refuse_unoffered
 from headrace.runner.prompt_logprobs import PromptLogprobs
+from headrace.runner.taps import Taps
 
 _NOTHING_LEFT = -2  # `kernels.draw`: no logit is finite
 _IN_FLIGHT = 4  # result slots: more than the tickets that may be open
@@ -92,6 +93,7 @@ class CudaRunner:
         )
         self._began = [self._event() for _ in range(_IN_FLIGHT)]
         self._ended = [self._event() for _ in range(_IN_FLIGHT)]
+        self._taps = Taps(_IN_FLIGHT, capacity.vocab_size, self._device)
         self._at = 0
         self._counts = {f"steps_{way}": 0 for way in get_args(Way)}
         forward.settle()
@@ -154,7 +156,9 @@ class CudaRunner:
         queued, prompts = None, list[int]()
         with self._queueing():
             if draws:
-                queued = self._forward.sample(plan, self._tokens[:draws], masks)
+                self._taps.begin(slot, plan.draw_into, self._state.recorded)
+                taps = self._taps if self._taps.draws else None
+                queued = self._forward.sample(plan, self._tokens[:draws], masks, taps)
                 _fetch(self._tokens, self._results[slot], draws)
                 _fetch(self._forward.sampler.entries, self._entries[slot], len(queued.asked))
             if plan.pools:
@@ -189,7 +193,8 @@ class CudaRunner:
             said.append(unpack(part, [most] * count))
             at += count
         vectors = [self._vector(slot, i, kind) for i, (_, kind) in enumerate(plan.pools)]
-        return StepResult(plan.step, tokens, failed, busy_s, logprobs, said, vectors)
+        taps = self._taps.read(slot) if finished.draws is not None else []
+        return StepResult(plan.step, tokens, failed, busy_s, logprobs, said, vectors, taps)
 
     def _vector(self, slot: int, i: int, kind: Pool) -> bytes:
         found = self._scores if kind == "scores" else self._vectors

@@ -61,6 +61,7 @@ class DeviceState:
         self._not_neutral: set[int] = set()  # rows of `edits` that are not _NEUTRAL
         self.edited: dict[int, Sampling] = {}  # rows whose logits are written anew
         self.logprobs: dict[int, int] = {}  # rows that report them -> how many beside the drawn one
+        self.recorded: dict[int, Sampling] = {}  # rows whose draws are shown
         self.refused: set[int] = set()  # rows whose lists found no room: their draws fail
         self._addresses: list[int] = []
         self._values: list[int] = []
@@ -82,6 +83,7 @@ class DeviceState:
         self._taken[row] = False
         self.edited.pop(row, None)
         self.logprobs.pop(row, None)
+        self.recorded.pop(row, None)
         self.refused.discard(row)
         if row in self._pieces:
             self._lists.give(*self._pieces.pop(row))
@@ -100,6 +102,8 @@ class DeviceState:
         self._join_edits(row, join.sampling, join.prompt_tokens)
         if join.sampling.logprobs >= 0:
             self.logprobs[row] = join.sampling.logprobs
+        if join.record:
+            self.recorded[row] = join.sampling
 
     def _join_edits(self, row: int, sampling: Sampling, prompt_tokens: int) -> None:
         """Rows without any pay nothing, unless the row's last owner had some."""

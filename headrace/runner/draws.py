@@ -26,6 +26,7 @@ from headrace.kernels.logprobs import ENTRY, LogprobScratch, logprobs
 from headrace.messages import StepPlan
 from headrace.runner.device_state import DeviceState
 from headrace.runner.step_input import StepInput
+from headrace.runner.taps import Taps
 
 WIDE_ROWS = 256  # edited rows at a time: 1.2 MB each at 152064 tokens
 _COLUMNS = (
@@ -74,11 +75,16 @@ class Draws:
         logits: Tensor,
         tokens: Tensor,
         masks: Masks | None,
+        taps: Taps | None = None,
     ) -> Queued:
         """tokens [draws] int32 and, for rows that ask, `entries` are filled, in `Queued`'s order.
 
-        source: the step's columns; logits: the model's, as `source.drawn` counts them.
+        source: the step's columns; logits: the model's, as `source.drawn` counts them. taps: are
+        shown what those draws look like that they were begun for.
         """
+        for j in taps.draws if taps is not None else ():
+            assert taps is not None, "draws are its own"
+            taps.note(j, "logits", logits[int(source.drawn[2, j])])
         state, into = self._state, plan.draw_into
         refused = [j for j, row in enumerate(into) if row in state.refused] if state.refused else []
         slots = {} if masks is None else {draw: at for at, draw in enumerate(masks.draws)}
@@ -104,8 +110,12 @@ class Draws:
         for begin in range(len(plain), len(order), self._wide.logits.shape[0]):
             some = slice(begin, min(begin + self._wide.logits.shape[0], len(order)))
             rows = [into[j] for j in order[some]]
-            sigma = any(state.cuts_at_sigma(row) for row in rows)
-            self._draw_edited(source, logits, tokens, some, state.kind(rows), sigma=sigma)
+            cut = [state.cuts_at_sigma(row) for row in rows]
+            self._edit(source, logits, some, sigma=any(cut))
+            for i, j in enumerate(order[some] if taps is not None else ()):
+                assert taps is not None, "or there is nothing to show"
+                taps.note_edited(j, self._wide.logits[i], masked=j in slots, sigma=cut[i])
+            self._draw_edited(source, tokens, some, state.kind(rows))
         if masks is not None:
             self._masks.read()
         if asked:
@@ -170,17 +180,8 @@ class Draws:
             with_pdl=self._pdl,
         )
 
-    def _draw_edited(
-        self,
-        source: StepInput,
-        logits: Tensor,
-        tokens: Tensor,
-        some: slice,
-        kind: Kind,
-        *,
-        sigma: bool,
-    ) -> None:
-        columns, count = self._columns[:4, some], some.stop - some.start
+    def _edit(self, source: StepInput, logits: Tensor, some: slice, *, sigma: bool) -> None:
+        columns = self._columns[:4, some]
         edited.edit(
             logits,
             self._masks.current,
@@ -191,7 +192,10 @@ class Draws:
             sigma=sigma,
             with_pdl=self._pdl,
         )
-        self._draw(source, self._wide.logits, self._numbers[:count], tokens, some, kind)
+
+    def _draw_edited(self, source: StepInput, tokens: Tensor, some: slice, kind: Kind) -> None:
+        numbers = self._numbers[: some.stop - some.start]
+        self._draw(source, self._wide.logits, numbers, tokens, some, kind)
 
     def _report(self, logits: Tensor, tokens: Tensor, count: int, *, listed: bool) -> None:
         logprobs(
@@ -212,7 +216,8 @@ class Draws:
         for kind in reversed(KINDS):
             if kind != "typical":
                 self._draw_plain(source, logits, tokens, kind)
-            self._draw_edited(source, logits, tokens, some, kind, sigma=True)
+            self._edit(source, logits, some, sigma=True)
+            self._draw_edited(source, tokens, some, kind)
         for listed in (True, False):
             self._report(logits, tokens, logits.shape[0], listed=listed)
 

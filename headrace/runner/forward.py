@@ -42,6 +42,7 @@ from headrace.runner.graphs import Graphs, Key, Way
 from headrace.runner.plan_check import lasts_of, sources_of, whole
 from headrace.runner.pooler import Pooler
 from headrace.runner.step_input import StepInput
+from headrace.runner.taps import Taps
 
 # Tokens of a captured step. Finer where a decode batch is usual, coarser where the products are.
 ALONE_SIZES: tuple[int, ...] = (
@@ -250,10 +251,12 @@ class Forward:
             alone = self._attention.singles(source.columns(count, self.state.tables))
             self.model.logits(chosen, self._ops(source, count, alone))
 
-    def sample(self, plan: StepPlan, tokens: Tensor, masks: Masks | None) -> Queued:
+    def sample(
+        self, plan: StepPlan, tokens: Tensor, masks: Masks | None, taps: Taps | None = None
+    ) -> Queued:
         """Queue the draws of the step that `run` queued last; see `Draws.queue`."""
         logits = self.place.buffers.logits[: self._logit_rows]
-        return self.sampler.queue(plan, self._input, logits, tokens, masks)
+        return self.sampler.queue(plan, self._input, logits, tokens, masks, taps)
 
     def logits_of(self, tokens: Tensor) -> Tensor:
         """Logits [n, vocab] under tokens [n] int32 of the step that `run` queued last, at most as

@@ -19,6 +19,7 @@ from tests.backend.runner_contract import (
     ROWS,
     MakeRunner,
 )
+from tests.backend.tap_contract import TAP_CONTRACT
 from tests.devices import BACKEND_PARAMS, BACKENDS, WITHOUT_NATIVE, load
 from tests.golden.reference import tiny_model
 
@@ -53,7 +54,9 @@ def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeRunner]:
 
 @pytest.mark.parametrize("name", ["fake", *BACKEND_PARAMS, *INT8_KV])
 @pytest.mark.parametrize(
-    "clause", [*CONTRACT, *DRAW_CONTRACT, *POOL_CONTRACT], ids=lambda clause: clause.__name__
+    "clause",
+    [*CONTRACT, *DRAW_CONTRACT, *POOL_CONTRACT, *TAP_CONTRACT],
+    ids=lambda clause: clause.__name__,
 )
 def test_contract(
     clause: Callable[[MakeRunner], None], name: str, runners: dict[str, MakeRunner]

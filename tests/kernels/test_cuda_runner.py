@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from headrace.messages import Grow, Sampling, StepPlan
 from headrace.runner.build import load_model, read_facts
 from headrace.sources.files import ModelFiles
 from tests.backend.runner_contract import Steps
+from tests.backend.tap_contract import ALLOWED, EDITED
 from tests.devices import load
 from tests.golden.reference import tiny_model
 from tests.kernels.conftest import CUDA
@@ -70,6 +72,7 @@ def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
     from headrace.kernels.tuned import default
     from headrace.runner.build_cuda import Plan, forward_on
     from headrace.runner.cuda_runner import CudaRunner
+    from headrace.runner.taps import NOTE
 
     facts = read_facts(Settings(dtype="float32"), files)
     model = load_model(facts.spec, facts.checkpoint, torch.float32)
@@ -87,7 +90,8 @@ def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
         buffers,
         choose=lambda kind, m, n, k: None if folded else default(m, n),
     )
-    capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, facts.spec.vocab_size)
+    vocab = facts.spec.vocab_size
+    capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, vocab, draws_note=NOTE)
     return CudaRunner(forward, capacity)
 
 
@@ -195,6 +199,30 @@ def test_a_scenario_draws_the_tokens_of_the_cpu(
     ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
     assert ways == {"steps_alone": 13, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 2}
     runner.close()
+
+
+def test_recorded_rows_show_what_the_cpu_shows(files: ModelFiles) -> None:
+    """Of the stages that the kernels can show; the contract suite has the rest."""
+    shown = []
+    for runner in (interpreted(files), on_the_cpu(files)):
+        steps = Steps(runner)
+        steps.join(0, [3, 1, 8], EDITED, known=FIRST)
+        steps.joins[0] = msgspec.structs.replace(steps.joins[0], record=True)
+        steps.forward(0, FIRST)
+        results = [steps.launch().result()]
+        steps.forward(0, None)
+        results.append(steps.launch(steps.allow({0: ALLOWED})).result())
+        shown.append([(result.tokens, tap) for result in results for tap in result.taps])
+        runner.close()
+    assert len(shown[0]) == len(shown[1]) == 2
+    for (tokens, tap), (others, other), last in zip(*shown, ("penalties", "mask"), strict=True):
+        assert tokens == others
+        assert (tap.draw, tap.greedy, tap.uniform) == (0, False, -1.0)
+        assert [stage.name for stage in tap.stages] == ["logits", last]
+        known = {stage.name: stage for stage in other.stages}
+        for stage in tap.stages:
+            assert (stage.kept, stage.ids) == (known[stage.name].kept, known[stage.name].ids)
+            assert stage.values == pytest.approx(known[stage.name].values, abs=1e-5)
 
 
 def test_folded_norms_change_no_token(files: ModelFiles) -> None:
