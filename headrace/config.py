@@ -64,6 +64,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prefill_attention: PrefillAttention = "auto"
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     prefix_caching: bool = True
+    kv_events_endpoint: str = ""
+    kv_events_replay_endpoint: str = ""
+    kv_events_topic: str = ""
+    kv_events_encoding: Literal["array", "map"] = "array"
+    kv_events_buffer_steps: Positive = 10_000
+    kv_events_hwm: Positive = 100_000
+    kv_events_max_queue_size: Positive = 100_000
     scheduling_policy: Literal["fcfs", "priority", "static"] = "fcfs"
     max_wait_s: Seconds = 60.0
     max_queue: Natural = 1024
@@ -146,6 +153,15 @@ HELP: Mapping[str, str] = {
     "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "
     "--kv-memory size the KV cache instead",
     "prefix_caching": "reuse the KV of equal prompt prefixes",
+    "kv_events_endpoint": "publish what enters and leaves the prefix cache here, over ZMQ in the "
+    "format of vLLM: tcp://*:5557 binds, tcp://HOST:5557 connects; it tells the tokens of prompts",
+    "kv_events_replay_endpoint": "where subscribers ask for events that they missed: tcp://*:5558",
+    "kv_events_topic": "topic of the events",
+    "kv_events_encoding": "batches and events as msgpack arrays, or as maps like newer vLLM",
+    "kv_events_buffer_steps": "newest batches of events that are kept for replay (64 MiB at most)",
+    "kv_events_hwm": "batches that ZMQ holds for a subscriber that is slow; more are dropped",
+    "kv_events_max_queue_size": "batches that wait to be published; more are dropped, and the gap "
+    "in the sequence numbers says so",
     "scheduling_policy": "fcfs, priority (lower = more urgent), or static batches (a baseline)",
     "max_wait_s": "priority policy: a request that waited this long is admitted next",
     "max_queue": "requests that may wait; one more gets 503 with Retry-After; 0 = no waiting",
@@ -306,9 +322,25 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
     _check_keys(settings.api_key)
     if settings.check_weights and settings.load_format == "dummy":
         raise ConfigError("check_weights: random weights need no check", param="check_weights")
+    _check_kv_events(settings)
     if settings.fake_step_ms and settings.backend != "fake":
         raise ConfigError("fake_step_ms needs backend = fake", param="fake_step_ms")
     return settings
+
+
+def _check_kv_events(settings: Settings) -> None:
+    for key in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        address = getattr(settings, key)
+        if address and not re.fullmatch(r"(tcp://.+:\d+|ipc://.+)", address):
+            raise ConfigError(f"{key} = {address!r}: tcp://HOST:PORT or ipc://PATH", param=key)
+    if not settings.kv_events_endpoint:
+        if settings.kv_events_replay_endpoint:
+            key = "kv_events_replay_endpoint"
+            raise ConfigError(f"{key} needs kv_events_endpoint", param=key)
+    elif not settings.prefix_caching or settings.engine != "headrace":
+        raise ConfigError(
+            "kv_events_endpoint: there is no prefix cache to tell of", param="kv_events_endpoint"
+        )
 
 
 def _check_keys(keys: Collection[str]) -> None:

@@ -83,7 +83,14 @@ def build_engine(
     target_s = resolve_itl_target_s(settings, facts.cost)
     if target_s.value:
         report(f"{'ITL target':13} {target_s.value * 1000:.0f} ms: {target_s.reason}", 0.0)
-    kv = make_cache(facts, prefix_caching=settings.prefix_caching)
+    publisher = None
+    if settings.kv_events_endpoint:
+        from headrace.engine.kv_events import KVEventPublisher
+
+        publisher = KVEventPublisher(settings, facts.block_size, facts.window)
+        publisher.start()
+    log_events = publisher is not None
+    kv = make_cache(facts, prefix_caching=settings.prefix_caching, log_events=log_events)
     engine = Engine(
         settings,
         kv,
@@ -91,6 +98,7 @@ def build_engine(
         overlap=resolve_overlap(settings, settings.backend).value,
         itl_target_s=target_s.value,
         grammars=build_grammars(settings, files, facts.vocab_size),
+        publisher=publisher,
     )
     return engine, EngineInfo(
         max_model_len=facts.max_model_len,
@@ -109,15 +117,17 @@ def build_engine(
     )
 
 
-def make_cache(facts: Capacity, *, prefix_caching: bool) -> KVCache:
+def make_cache(facts: Capacity, *, prefix_caching: bool, log_events: bool = False) -> KVCache:
     """The KV cache of a runner: one whose blocks leave the window, where every layer has one."""
     from headrace.kv.cache import KVCache
     from headrace.kv.window import WindowCache
 
     (blocks,) = facts.kv_blocks
     if facts.window:
-        return WindowCache(blocks, facts.block_size, prefix_caching, window=facts.window)
-    return KVCache(blocks, facts.block_size, prefix_caching)
+        return WindowCache(
+            blocks, facts.block_size, prefix_caching, window=facts.window, log_events=log_events
+        )
+    return KVCache(blocks, facts.block_size, prefix_caching, log_events=log_events)
 
 
 def build_grammars(settings: Settings, files: ModelFiles, vocab_size: int) -> Any:

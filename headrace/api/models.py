@@ -24,11 +24,18 @@ async def get_model(request: Request) -> Response:
 
 
 def _card(service: Service) -> dict[str, Any]:
-    info = service.client.info
-    return {
+    info, settings = service.client.info, service.settings
+    card = {
         "id": service.name,
         "object": "model",
         "created": service.created_s,
         "owned_by": "headrace",
         "max_model_len": info.max_model_len if info else None,
     }
+    if settings.kv_events_endpoint:  # for a gateway, which then listens by itself
+        card["kv_events"] = {
+            "endpoint": settings.kv_events_endpoint,
+            "replay_endpoint": settings.kv_events_replay_endpoint,
+            "topic": settings.kv_events_topic,
+        }
+    return card

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from headrace.config import Settings
 from headrace.engine.budget import budget_for
 from headrace.engine.draft import Flight
+from headrace.engine.kv_events import KVEventPublisher
 from headrace.engine.masker import Masker
 from headrace.engine.meter import Meter
 from headrace.engine.protocol import Grammars, Masks, Runner, Ticket
@@ -72,6 +73,7 @@ class Engine:
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepPlan, StepResult], None] | None = None,
+        publisher: KVEventPublisher | None = None,
     ) -> None:
         capacity = runner.capacity
         assert capacity.kv_blocks == [kv.size], f"{kv.size} blocks, runner {capacity.kv_blocks}"
@@ -92,6 +94,7 @@ class Engine:
         self._masker = Masker(grammars, capacity) if grammars is not None else None
         self._clock = clock
         self._on_step = on_step
+        self._publisher = publisher
         self._step = self._step_overlap if overlap else self._step_plain
         self._broken_in_a_row = 0
 
@@ -137,6 +140,8 @@ class Engine:
         if self.registry.compiling:
             self._take_compiled()
         self._step()
+        if self._publisher is not None and (events := self.kv.take_events()):
+            self._publisher.put(events)
         return self.registry.outbox.take()
 
     def _take_compiled(self) -> None:
@@ -276,6 +281,7 @@ class Engine:
             runner=self.runner.counters(),
             busy_s=self.meter.busy_fs / FS,
             unclaimed_s=self.meter.unclaimed_fs / FS,
+            kv_events=self._publisher.counts if self._publisher is not None else {},
         )
 
     def close(self) -> None:
@@ -287,5 +293,7 @@ class Engine:
             except Exception:
                 log.warning("a step broke while the engine closed", exc_info=True)
         self.runner.close()
+        if self._publisher is not None:
+            self._publisher.stop()
         if self._grammars is not None:
             self._grammars.close()

@@ -53,3 +53,4 @@ class EngineStats(msgspec.Struct, frozen=True):
     runner: Mapping[str, int] = {}  # see engine.protocol.Runner.counters
     busy_s: float = 0.0  # time the device worked
     unclaimed_s: float = 0.0  # of that, for requests of API processes that are gone
+    kv_events: Mapping[str, int] = {}  # see engine.kv_events; {}: none are published

@@ -15,7 +15,7 @@ from headrace import __version__
 from headrace.errors import HeadraceError, InvalidRequest, NotFound, ShuttingDown, WrongMethod
 from headrace.gateway.checks import Checks
 from headrace.gateway.connection import JSON, Client, Request, Serving
-from headrace.gateway.decisions import Decisions
+from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
 from headrace.gateway.metrics import GatewayMetrics
@@ -42,7 +42,6 @@ RELAYED = GENERATES | {
 OPEN = frozenset({"/health", "/ready"})  # need no key
 DECISIONS = "/gateway/decisions/"
 TICK_S = 1.0
-MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
 
 
 class Gateway:
@@ -100,6 +99,7 @@ class Gateway:
             for client in list(self.clients):
                 client.close_idle()
             self.fleet.apply(())
+            self.fleet.beliefs.close()
             await asyncio.sleep(0)  # transports close in the next turn
 
     def stop(self) -> None:
@@ -133,6 +133,7 @@ class Gateway:
             for worker in self.fleet.workers.values():
                 for lease in list(worker.leases):
                     lease.assume(now_s)
+            self.fleet.beliefs.tick()
             self.queue.expire(now_s)
             self.pump_soon()
 
@@ -233,6 +234,7 @@ class Gateway:
                     "state": "draining" if worker.draining else state,
                     "why": worker.why,
                     "breaker": worker.breaker.state,
+                    "kv_events": self.fleet.beliefs.tell(worker.name),
                     "models": worker.models,
                 }
             )
@@ -264,6 +266,7 @@ class Gateway:
         """A worker said what the request used."""
         metrics = self.metrics
         predicted = placed.cached_tokens[placed.choice.index]
+        state = placed.states[placed.choice.index]
         metrics.count(metrics.tokens, "predicted_cached", by=predicted)
         if usage.prompt_tokens > 0:
             metrics.count(metrics.tokens, "prompt", by=usage.prompt_tokens)
@@ -272,8 +275,11 @@ class Gateway:
             metrics.count(metrics.tokens, "output", by=usage.output_tokens)
         if usage.cached_tokens >= 0:
             metrics.count(metrics.tokens, "cached", by=usage.cached_tokens)
+            off = usage.cached_tokens - predicted
+            outcome = "under" if off > 0 else "over" if off else "equal"
+            metrics.count(metrics.predictions, state, outcome)
             if predicted >= MIN_MISS_TOKENS and not usage.cached_tokens:
-                self.metrics.misses.inc()
+                metrics.count(metrics.misses, state)
         self.decisions.used(request_id, usage)
 
     def ended(self, exchange: Exchange, status: int) -> None:

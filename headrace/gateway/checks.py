@@ -84,6 +84,7 @@ class Checks:
             return f"/v1/models says {status}"
         worker.cards = _cards(body)
         worker.models = tuple(worker.cards)
+        self._fleet.beliefs.follow(worker)
         return "" if worker.models else "/v1/models names no model"
 
 

@@ -11,6 +11,8 @@ from headrace.gateway.fleet import Placement
 from headrace.gateway.prompt import Prompt
 from headrace.gateway.sse import Usage
 
+MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
+
 
 class _Kept(msgspec.Struct):
     prompt: tuple[str, int, int]  # model, prompt tokens, output tokens
@@ -66,12 +68,14 @@ class Decisions:
             "output_tokens_most": output_tokens,
             "attempts": [_attempt(after_s, placed) for after_s, placed in kept.tries],
             "worker_said": None if usage is None else _told(usage),
+            "cached_tokens": _compared(kept.tries[-1][1], usage),
         }
 
 
 def _attempt(after_s: float, placed: Placement) -> dict[str, Any]:
     choice = placed.choice
-    rows = zip(placed.view.workers, choice.scores, placed.cached_tokens, strict=True)
+    columns = (placed.view.workers, choice.scores, placed.cached_tokens, placed.states)
+    rows = zip(*columns, strict=True)
     return {
         "after_s": round(after_s, 6),
         "worker": placed.worker.name,
@@ -83,9 +87,22 @@ def _attempt(after_s: float, placed: Placement) -> dict[str, Any]:
                 **msgspec.to_builtins(worker),
                 "score": score if abs(score) != float("inf") else None,
                 "predicted_cached_tokens": cached,
+                "index": state,
             }
-            for worker, score, cached in rows
+            for worker, score, cached, state in rows
         ],
+    }
+
+
+def _compared(placed: Placement, usage: Usage | None) -> dict[str, Any]:
+    """What was predicted of the last attempt's worker beside what it found."""
+    at = placed.choice.index
+    predicted, found = placed.cached_tokens[at], usage.cached_tokens if usage is not None else -1
+    return {
+        "index": placed.states[at],
+        "predicted": predicted,
+        "confirmed": found if found >= 0 else None,
+        "silent_miss": found == 0 and predicted >= MIN_MISS_TOKENS,
     }
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from headrace.errors import NotFound, NoWorker, TargetMissed
+from headrace.gateway.beliefs import Beliefs
+from headrace.gateway.event_feed import State
 from headrace.gateway.load import Lease
 from headrace.gateway.policy import POLICIES, predicted_ttft_s
 from headrace.gateway.prefix_index import PrefixIndex
@@ -33,6 +35,7 @@ class Placement(msgspec.Struct, frozen=True):
     view: FleetView
     choice: Choice
     cached_tokens: tuple[int, ...]  # predicted, by worker of the view
+    states: tuple[State, ...]  # of what is known there, by worker of the view
 
 
 class Fleet:
@@ -45,6 +48,7 @@ class Fleet:
         self._random = random.Random()
         self._placed = 0
         self.index = PrefixIndex(settings.index_bytes)
+        self.beliefs = Beliefs(settings, self.index)
         self.workers: dict[str, Worker] = {}
         self.changed: list[Callable[[Worker], None]] = []  # called when a worker goes down
 
@@ -57,12 +61,14 @@ class Fleet:
                 worker.gone = True
                 worker.pool.close()
                 self.index.remove_worker(name)
+                self.beliefs.remove_worker(name)
                 del self.workers[name]
         for name, spec in wanted.items():
             if name not in self.workers:
                 log.info("worker %s comes", name)
                 self.workers[name] = Worker(spec, self._settings)
                 self.index.add_worker(name)
+                self.beliefs.add_worker(name)
 
     def models(self) -> dict[str, object]:
         """What workers say of their models; a model of several is told once."""
@@ -87,10 +93,8 @@ class Fleet:
             if not serving and any(worker.models for worker in self.workers.values()):
                 raise NotFound(f"no worker serves the model {prompt.model!r}", param="model")
             raise NoWorker("no worker can take this request now")
-        names = [worker.name for worker in free]
         view = FleetView(tuple(worker.view(now_s) for worker in free))
-        held = self.index.match(prompt.chain, names)
-        cached = tuple(min(int(n * prompt.chunk_tokens), prompt.prompt_tokens) for n in held)
+        cached, states = self.beliefs.cached(prompt, free)
         if prompt.ttft_target_s:
             self._check_target(prompt, view, cached)
         ask = Ask(
@@ -113,7 +117,10 @@ class Fleet:
             most = int(worker.spec.cache_tokens / prompt.chunk_tokens)
             self.index.set_capacity(worker.name, max(1, most))
         self.index.insert(prompt.chain, worker.name)
-        return Placement(worker, lease, view, choice, cached)
+        if prompt.ids is not None:
+            computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self._knobs)
+            self.beliefs.placed(prompt, worker, now_s, computed_s)
+        return Placement(worker, lease, view, choice, cached, states)
 
     def _check_target(self, prompt: Prompt, view: FleetView, cached: Sequence[int]) -> None:
         """Refuse early what would be late everywhere."""
@@ -138,6 +145,7 @@ class Fleet:
         worker.up_since_s = asyncio.get_running_loop().time()
         worker.breaker.succeeded()
         self.index.forget(worker.name)
+        self.beliefs.came_up(worker)
 
     def went_down(self, worker: Worker, why: str) -> None:
         """No new requests. Those that are there go on: it may only be busy."""

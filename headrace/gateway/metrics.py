@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace.gateway.fleet import Fleet
@@ -40,6 +40,32 @@ class _FleetGauges(Collector):
         held = GaugeMetricFamily(f"{NAME}_index_bytes", "memory of the prefix index, at most")
         held.add_metric([], self._fleet.index.used_bytes)
         yield held
+        yield from self._events()
+
+    def _events(self) -> Iterator[Metric]:
+        """What workers say of their caches."""
+        beliefs = self._fleet.beliefs
+        held = GaugeMetricFamily(f"{NAME}_block_index_bytes", "memory of what workers say, at most")
+        held.add_metric([], beliefs.blocks.used_bytes)
+        yield held
+        states = GaugeMetricFamily(
+            f"{NAME}_worker_index",
+            "1 = this is how much is known of what the worker holds: exact, degraded, fallback",
+            labels=["worker", "state"],
+        )
+        events = CounterMetricFamily(
+            f"{NAME}_kv_events", "batches of KV events, by what became of them",
+            labels=["worker", "event"],
+        )  # fmt: skip
+        for name in self._fleet.workers:
+            state = beliefs.state(name)
+            for each in ("exact", "degraded", "fallback"):
+                states.add_metric([name, each], float(each == state))
+            feed = beliefs.feed(name)
+            for event, count in (feed.counts if feed is not None else {}).items():
+                events.add_metric([name, event], count)
+        yield states
+        yield events
 
 
 class GatewayMetrics:
@@ -68,7 +94,12 @@ class GatewayMetrics:
         self.tokens = counter(
             "tokens", "prompt, output, cached (as workers say) and predicted cached", "kind"
         )
-        self.misses = counter("silent_misses", "a cached prefix was predicted, none was found")
+        self.misses = counter(
+            "silent_misses", "a cached prefix was predicted, none was found", "state"
+        )
+        self.predictions = counter(
+            "predictions", "predicted cached tokens against those found", "state", "outcome"
+        )
         self.queue_s = histogram("queue_seconds", "wait for a worker with room")
         self.decide_s = histogram("decide_seconds", "body read to worker chosen", WORK)
         self.ttfb_s = histogram("first_byte_seconds", "request whole to first byte of the answer")

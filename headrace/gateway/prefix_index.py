@@ -8,6 +8,7 @@ there, newest first, up to the size of its cache; for all of them up to a budget
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -39,62 +40,27 @@ def text_chain(text: bytes, root: int, chunk_bytes: int = CHUNK_BYTES) -> list[i
 
 
 def token_chain(ids: Sequence[int], root: int, block_tokens: int) -> list[int]:
-    """The chain of the full blocks of `ids`."""
-    chain = []
-    at = root
-    for start in range(0, len(ids) - block_tokens + 1, block_tokens):
-        at = hash((at, *ids[start : start + block_tokens]))
-        chain.append(at)
-    return chain
+    """The chain of the full blocks of `ids`, each of which is below 2**32."""
+    return text_chain(array("I", ids).tobytes(), root, 4 * block_tokens)
 
 
-class PrefixIndex:
-    """Chunk -> the workers that are thought to hold it. Workers are named by strings."""
+class Holders:
+    """Chunk -> the workers that hold it, named by strings."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """max_bytes: most memory of all entries; at least one."""
-        assert max_bytes >= ENTRY_BYTES, f"{max_bytes} bytes hold no entry"
-        self._max_entries = max_bytes // ENTRY_BYTES
-        self._held: dict[str, OrderedDict[int, None]] = {}  # by worker, oldest first
+    def __init__(self) -> None:
         self._bits: dict[str, int] = {}
         self._masks: dict[int, int] = {}  # chunk -> bits of the workers that hold it
-        self._capacity: dict[str, int] = {}
-        self._entries = 0
 
-    def __len__(self) -> int:
-        return self._entries
-
-    @property
-    def used_bytes(self) -> int:
-        """At most: see ENTRY_BYTES."""
-        return self._entries * ENTRY_BYTES
-
-    def add_worker(self, name: str, capacity_chunks: int = 0) -> None:
-        """From now on `name` may hold chunks, at most `capacity_chunks` (0 = no limit known)."""
+    def _enter(self, name: str) -> None:
         assert name not in self._bits, f"{name} is here already"
         taken = set(self._bits.values())
         bit = 1
         while bit in taken:
             bit <<= 1
-        self._bits[name], self._held[name] = bit, OrderedDict()
-        self._capacity[name] = capacity_chunks
+        self._bits[name] = bit
 
-    def set_capacity(self, name: str, capacity_chunks: int) -> None:
-        """The size of a worker's cache is known now."""
-        self._capacity[name] = capacity_chunks
-        self._shrink(name)
-
-    def remove_worker(self, name: str) -> None:
-        """`name` is gone."""
-        self.forget(name)
-        del self._bits[name], self._held[name], self._capacity[name]
-
-    def forget(self, name: str) -> None:
-        """All that `name` was thought to hold: it started anew."""
-        for chunk in self._held[name]:
-            self._unmark(name, chunk)
-        self._entries -= len(self._held[name])
-        self._held[name].clear()
+    def _leave(self, name: str) -> None:
+        del self._bits[name]
 
     def match(self, chain: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
         """How many leading chunks of `chain` each of `names` holds."""
@@ -116,6 +82,61 @@ class PrefixIndex:
             if bit & alive:
                 counts[name] = len(chain)
         return tuple(counts[name] for name in names)
+
+    def _mark(self, chunk: int, name: str) -> None:
+        self._masks[chunk] = self._masks.get(chunk, 0) | self._bits[name]
+
+    def _unmark(self, chunk: int, name: str) -> None:
+        mask = self._masks.get(chunk, 0) & ~self._bits[name]
+        if mask:
+            self._masks[chunk] = mask
+        else:
+            self._masks.pop(chunk, None)
+
+
+class PrefixIndex(Holders):
+    """Chunk -> the workers that are thought to hold it, as what was sent there says."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: most memory of all entries; at least one."""
+        super().__init__()
+        assert max_bytes >= ENTRY_BYTES, f"{max_bytes} bytes hold no entry"
+        self._max_entries = max_bytes // ENTRY_BYTES
+        self._held: dict[str, OrderedDict[int, None]] = {}  # by worker, oldest first
+        self._capacity: dict[str, int] = {}
+        self._entries = 0
+
+    def __len__(self) -> int:
+        return self._entries
+
+    @property
+    def used_bytes(self) -> int:
+        """At most: see ENTRY_BYTES."""
+        return self._entries * ENTRY_BYTES
+
+    def add_worker(self, name: str, capacity_chunks: int = 0) -> None:
+        """From now on `name` may hold chunks, at most `capacity_chunks` (0 = no limit known)."""
+        self._enter(name)
+        self._held[name] = OrderedDict()
+        self._capacity[name] = capacity_chunks
+
+    def set_capacity(self, name: str, capacity_chunks: int) -> None:
+        """The size of a worker's cache is known now."""
+        self._capacity[name] = capacity_chunks
+        self._shrink(name)
+
+    def remove_worker(self, name: str) -> None:
+        """`name` is gone."""
+        self.forget(name)
+        self._leave(name)
+        del self._held[name], self._capacity[name]
+
+    def forget(self, name: str) -> None:
+        """All that `name` was thought to hold: it started anew."""
+        for chunk in self._held[name]:
+            self._unmark(chunk, name)
+        self._entries -= len(self._held[name])
+        self._held[name].clear()
 
     def insert(self, chain: Sequence[int], name: str) -> None:
         """A prompt went to `name`, which will hold it. The end is older than the beginning, as it
@@ -142,14 +163,7 @@ class PrefixIndex:
     def _drop_oldest(self, name: str) -> None:
         chunk, _ = self._held[name].popitem(last=False)
         self._entries -= 1
-        self._unmark(name, chunk)
-
-    def _unmark(self, name: str, chunk: int) -> None:
-        mask = self._masks[chunk] & ~self._bits[name]
-        if mask:
-            self._masks[chunk] = mask
-        else:
-            del self._masks[chunk]
+        self._unmark(chunk, name)
 
     def check(self) -> None:
         """Raise AssertionError unless both directions and the counts agree."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from headrace.errors import InvalidRequest
 from headrace.gateway.prefix_index import CHUNK_BYTES, root_of, text_chain, token_chain
@@ -19,6 +21,7 @@ BYTES_PER_TOKEN = 4.0  # until a worker has said how long its prompts were
 RATIO_SHARE = 0.05  # of a new measurement
 
 _NONE = msgspec.Raw(b"")
+_Id = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class _Body(msgspec.Struct):
@@ -57,6 +60,10 @@ class Prompt(msgspec.Struct, kw_only=True):
     session: str
     ttft_target_s: float  # 0 = none
     prefix_key: bytes
+    salt: str = ""
+    ids: array[int] | None = None  # its tokens, where they are known
+    tokenizer: str = ""  # which made them; "" = they came with the request
+    token_chains: dict[int, list[int]] = {}  # by size of a block
 
 
 class PromptReader:
@@ -108,6 +115,8 @@ class PromptReader:
             session=session or _text(said.session_id) or _text(said.user),
             ttft_target_s=_target_s(headers.get(b"x-slo-ttft-ms", b"")),
             prefix_key=text[:CHUNK_BYTES],
+            salt=salt,
+            ids=ids,
         )
 
     def _asking(self, path: str, body: bytes, said: _Body) -> tuple[bytes, bool]:
@@ -125,12 +134,12 @@ class PromptReader:
         return body, False
 
 
-def _ids(prompt: bytes) -> list[int] | None:
+def _ids(prompt: bytes) -> array[int] | None:
     """The prompt's token ids, if that is what it is."""
     if not prompt.startswith(b"[") or prompt[1:2] not in b"0123456789":
         return None
     try:
-        return msgspec.json.decode(prompt, type=list[int])
+        return array("I", msgspec.json.decode(prompt, type=list[_Id]))
     except msgspec.DecodeError:
         return None
 

@@ -46,6 +46,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     affinity: Share = 0.75
     decode_weight: Annotated[float, Meta(ge=0)] = 0.03
     index_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    kv_events: bool = True
+    block_index_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
     check_interval_s: SomeSeconds = 1.0
     check_timeout_s: SomeSeconds = 1.5
     hung_after_s: SomeSeconds = 4.0
@@ -74,6 +76,8 @@ HELP: Mapping[str, str] = {
     "one, 1 = by cache alone",
     "decode_weight": "prefill tokens that a token of a decoding context counts as",
     "index_bytes": "most memory of the prefix index",
+    "kv_events": "listen to workers that publish what their caches hold",
+    "block_index_bytes": "most memory of what they say",
     "check_interval_s": "time between two checks of a worker",
     "check_timeout_s": "a check that takes longer has failed: no new requests until one succeeds",
     "hung_after_s": "a worker that answers no check and sends nothing for this long has its "
@@ -107,6 +111,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_requests: Natural = 0  # more wait in the gateway; 0 = no limit
     cache_tokens: Natural = 0  # size of its KV cache; 0 = not known
     hung_after_s: Annotated[float, Meta(gt=0)] | None = None  # None = the gateway's
+    kv_events_endpoint: str = ""  # as one connects to it; "" = what its /v1/models says, if it does
+    kv_events_replay_endpoint: str = ""
+    kv_events_topic: str = ""
 
     @property
     def address(self) -> tuple[str, int]:

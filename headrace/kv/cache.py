@@ -15,10 +15,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import repeat
 
+from headrace.kv.events import EventLog, KVEvent, Scope
 from headrace.kv.pool import BlockPool
 from headrace.kv.prefix import PrefixIndex, block_digest, root_digest
 
 _STATES = bytes.maketrans(b"\1\2", b"\2\3")  # references, at most 2 -> see `KVCache.states`
+_NO_SCOPE = Scope()
 
 
 class Table:
@@ -29,10 +31,10 @@ class Table:
     not held any more: nothing reads them, and their ids mean nothing.
     """
 
-    __slots__ = ("blocks", "digests", "freed", "published", "root")
+    __slots__ = ("blocks", "digests", "freed", "published", "root", "scope")
 
-    def __init__(self, root: bytes) -> None:
-        self.root = root
+    def __init__(self, root: bytes, scope: Scope = _NO_SCOPE) -> None:
+        self.root, self.scope = root, scope
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
         self.published = self.freed = 0
@@ -55,14 +57,25 @@ class Grant:
 
 
 class KVCache:
-    """`blocks` blocks of `block_size` tokens. Loop thread only; integers only."""
+    """`blocks` blocks of `block_size` tokens. Loop thread only; integers only.
 
-    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    log_events: what enters and leaves the prefix index is kept until `take_events`.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        *,
+        log_events: bool = False,
+    ) -> None:
         assert block_size > 0, f"a block of {block_size} tokens"
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(blocks)
         self._index = PrefixIndex()
+        self._log = EventLog() if log_events else None
         self._tables: set[Table] = set()  # those that hold blocks
         self._limbo: deque[tuple[int, list[int]]] = deque()  # (step, blocks tail first)
         self._limbo_blocks = 0
@@ -117,7 +130,7 @@ class KVCache:
 
     def open(self, salt: str, adapter: str, variant: str = "") -> Table:
         """A table without blocks for one sequence; it shares within these three alone."""
-        return Table(root_digest(adapter, salt, variant))
+        return Table(root_digest(adapter, salt, variant), Scope(adapter, salt, variant))
 
     def probe(self, table: Table, tokens: Sequence[int], upto_tokens: int) -> int:
         """Blocks that `match` and then `reserve(upto_tokens)` would take off the free list."""
@@ -191,22 +204,29 @@ class KVCache:
     def _take(self) -> int:
         """A free block; what it held can no longer be hit (this is eviction)."""
         block = self._pool.take()
-        if self.evicted is not None and block in self._index:
-            self.evicted.append(block)
-        self._index.forget(block)
+        digest = self._index.forget(block)
+        if digest is not None:
+            if self.evicted is not None:
+                self.evicted.append(block)
+            if self._log is not None:
+                self._log.removed(digest)
         return block
 
     def commit(self, table: Table, tokens: Sequence[int], computed: int) -> None:
         """A finished step computed KV up to `computed` tokens: publish the blocks that are full."""
         if not self.prefix_caching:
             return
-        for i in range(table.published, computed // self.block_size):
-            self._index.put(self._digest(table, tokens, i), table.blocks[i])
+        size, log = self.block_size, self._log
+        for i in range(table.published, computed // size):
+            digest = self._digest(table, tokens, i)
+            if self._index.put(digest, table.blocks[i]) and log is not None:
+                parent = table.digests[i - 1] if i else None
+                log.stored(table.scope, parent, digest, tokens[i * size : (i + 1) * size])
             table.published = i + 1
 
     def fork(self, table: Table) -> Table:
         """A second table over the same blocks; `reserve` copies what either writes next."""
-        twin = Table(table.root)
+        twin = Table(table.root, table.scope)
         twin.blocks = table.blocks.copy()
         twin.digests = table.digests.copy()
         twin.published, twin.freed = table.published, table.freed
@@ -250,6 +270,13 @@ class KVCache:
         """Forget every cached prefix. Tables keep what they hold."""
         self._index.clear()
         self._pool.forget()
+        if self._log is not None:
+            self._log.cleared()
+
+    def take_events(self) -> list[KVEvent]:
+        """What entered and left the prefix index since the last call. Needs: `log_events`."""
+        assert self._log is not None, "nobody asked for events"
+        return self._log.take()
 
     def check(self) -> None:
         """Raise AssertionError with a message if any invariant is broken. O(blocks)."""

@@ -52,18 +52,24 @@ class PrefixIndex:
         """The block with this digest."""
         return self._blocks.get(digest)
 
-    def put(self, digest: bytes, block: int) -> None:
-        """Publish a block. The first writer keeps the entry: a duplicate block stays private."""
-        if digest not in self._blocks:
-            assert block not in self._digests, f"block {block} is published under two digests"
-            self._blocks[digest] = block
-            self._digests[block] = digest
+    def put(self, digest: bytes, block: int) -> bool:
+        """Publish a block. The first writer keeps the entry: a duplicate block stays private.
 
-    def forget(self, block: int) -> None:
-        """The block's content is about to be overwritten. Unknown blocks are ignored."""
+        Returns whether the digest is new.
+        """
+        if digest in self._blocks:
+            return False
+        assert block not in self._digests, f"block {block} is published under two digests"
+        self._blocks[digest] = block
+        self._digests[block] = digest
+        return True
+
+    def forget(self, block: int) -> bytes | None:
+        """The block's content is about to be overwritten. Returns its digest, if it has one."""
         digest = self._digests.pop(block, None)
         if digest is not None:
             del self._blocks[digest]
+        return digest
 
     def clear(self) -> None:
         """Forget everything."""

@@ -20,9 +20,15 @@ class WindowCache(KVCache):
     """
 
     def __init__(
-        self, blocks: int, block_size: int, prefix_caching: bool = True, *, window: int
+        self,
+        blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        *,
+        window: int,
+        log_events: bool = False,
     ) -> None:
-        super().__init__(blocks, block_size, prefix_caching)
+        super().__init__(blocks, block_size, prefix_caching, log_events=log_events)
         assert window > 0, f"a window of {window} tokens"
         self.window = window
 

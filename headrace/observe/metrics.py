@@ -65,6 +65,8 @@ class Stats(Protocol):
     @property
     def runner(self) -> Mapping[str, int]: ...
     @property
+    def kv_events(self) -> Mapping[str, int]: ...
+    @property
     def busy_s(self) -> float: ...
     @property
     def unclaimed_s(self) -> float: ...
@@ -126,6 +128,10 @@ class EngineMetrics:
             )),
             ("runner", _Labelled(
                 "headrace_runner_events", "what the runner did, by its own names for it",
+                "event", model_name, registry,
+            )),
+            ("kv_events", _Labelled(
+                "headrace_kv_events", "batches of KV events published or dropped, and replays",
                 "event", model_name, registry,
             )),
         ]  # fmt: skip

@@ -13,6 +13,7 @@ from headrace.backends.fake.logprobs import report
 from headrace.backends.fake.model import advance, root
 from headrace.backends.fake.vectors import pooled
 from headrace.config import Settings
+from headrace.engine.kv_events import KVEventPublisher
 from headrace.engine.loop import Engine
 from headrace.engine.protocol import Runner, StepCost
 from headrace.launch import make_cache
@@ -63,6 +64,7 @@ class Rig:
         cost: StepCost | None = None,
         itl_target_s: float = 0.0,
         grammars: FakeGrammars | None = None,
+        publisher: KVEventPublisher | None = None,
         **settings: Any,
     ) -> None:
         self.clock = Clock()
@@ -76,7 +78,11 @@ class Rig:
             cost=cost,
             window=window,
         )
-        self.kv = make_cache(self.fake.capacity, prefix_caching=prefix_caching)
+        self.kv = make_cache(
+            self.fake.capacity,
+            prefix_caching=prefix_caching,
+            log_events=publisher is not None,
+        )
         self.plans: list[StepPlan] = []
         settings = {"max_num_seqs": rows, "max_num_batched_tokens": 64} | settings
         self.engine = Engine(
@@ -88,6 +94,7 @@ class Rig:
             grammars=grammars,
             clock=self.clock,
             on_step=self._on_step,
+            publisher=publisher,
         )
         self.eos = eos[0] if eos else None
         self.handles = itertools.count(1)

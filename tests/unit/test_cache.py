@@ -10,6 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.kv.cache import KVCache, Table
+from headrace.kv.events import Removed, Stored
+from headrace.kv.prefix import block_digest, root_digest
 from headrace.kv.window import WindowCache
 
 TOKENS = list(range(100, 164))
@@ -198,9 +200,10 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(self, blocks: int, block_size: int, window: int) -> None:
         self.window = window
-        self.kv = KVCache(blocks, block_size)
+        self.kv = KVCache(blocks, block_size, log_events=True)
         if window:
-            self.kv = WindowCache(blocks, block_size, window=window)
+            self.kv = WindowCache(blocks, block_size, window=window, log_events=True)
+        self.mirror: dict[bytes, tuple[int, ...]] = {}  # made of events alone: digest -> its tokens
         self.tables: list[tuple[Table, list[int], int]] = []  # table, tokens, computed
         self.content: dict[int, tuple[int, ...]] = {}  # block -> the prefix it ends
         self.step = self.finished = 0
@@ -279,6 +282,29 @@ class CacheMachine(RuleBasedStateMachine):
     def whole(self) -> None:
         if hasattr(self, "kv"):
             self.kv.check()
+
+    @invariant()
+    def events_tell_all(self) -> None:
+        """A mirror made of events holds what the index holds, each block with its own tokens."""
+        if not hasattr(self, "kv"):
+            return
+        size = self.kv.block_size
+        for event in self.kv.take_events():
+            if isinstance(event, Stored):
+                assert len(event.tokens) == size * len(event.digests)
+                at = event.parent or root_digest(*event.scope)
+                for i, digest in enumerate(event.digests):
+                    tokens = event.tokens[i * size : (i + 1) * size]
+                    assert digest not in self.mirror, "it was stored already"
+                    assert digest == block_digest(at, tokens), "parent and tokens make the digest"
+                    self.mirror[digest] = tuple(tokens)
+                    at = digest
+            elif isinstance(event, Removed):
+                for digest in event.digests:
+                    del self.mirror[digest]
+            else:
+                self.mirror.clear()
+        assert len(self.mirror) == self.kv.indexed_blocks
 
     @invariant()
     def what_is_read_is_there(self) -> None:
