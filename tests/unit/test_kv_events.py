@@ -62,7 +62,7 @@ def chain(tokens: list[int], size: int, scope: Scope = NO_SCOPE) -> list[bytes]:
 
 
 @pytest.fixture
-def places() -> Iterator[dict[str, str]]:
+def places() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="hr") as folder:
         yield {
             "kv_events_endpoint": f"ipc://{Path(folder) / 'pub'}",
@@ -70,7 +70,7 @@ def places() -> Iterator[dict[str, str]]:
         }
 
 
-def publisher(places: dict[str, str], **more: Any) -> KVEventPublisher:
+def publisher(places: dict[str, Any], **more: Any) -> KVEventPublisher:
     return KVEventPublisher(Settings(**places, **more), block_size=2)
 
 
@@ -117,7 +117,7 @@ def test_the_map_form_and_the_extra_keys() -> None:
 
 @pytest.mark.parametrize("encoding", ["array", "map"])
 def test_an_engine_tells_what_its_cache_holds(
-    encoding: Literal["array", "map"], places: dict[str, str]
+    encoding: Literal["array", "map"], places: dict[str, Any]
 ) -> None:
     made = KVEventPublisher(Settings(**places, kv_events_encoding=encoding), block_size=4)
     made.start()
@@ -152,7 +152,7 @@ def _cut(tokens: list[int], size: int) -> list[list[int]]:
     return [tokens[i : i + size] for i in range(0, len(tokens), size)]
 
 
-def test_topic_and_numbers_of_the_subscription(places: dict[str, str]) -> None:
+def test_topic_and_numbers_of_the_subscription(places: dict[str, Any]) -> None:
     made = publisher(places, kv_events_topic="kv@me")
     made.start()
     try:
@@ -171,7 +171,7 @@ def test_topic_and_numbers_of_the_subscription(places: dict[str, str]) -> None:
         made.stop()
 
 
-def test_who_comes_late_gets_what_is_held_now(places: dict[str, str]) -> None:
+def test_who_comes_late_gets_what_is_held_now(places: dict[str, Any]) -> None:
     made = publisher(places, kv_events_buffer_steps=3)
     made.start()
     tokens = list(range(20))
@@ -198,7 +198,7 @@ def test_who_comes_late_gets_what_is_held_now(places: dict[str, str]) -> None:
         made.stop()
 
 
-def test_a_full_queue_drops_and_the_numbers_say_so(places: dict[str, str]) -> None:
+def test_a_full_queue_drops_and_the_numbers_say_so(places: dict[str, Any]) -> None:
     made = publisher(places, kv_events_max_queue_size=2)
     for i in range(5):
         made.put([Stored(Scope(), None, [bytes([i]) * 16], [1, 2])])
@@ -214,7 +214,7 @@ def test_a_full_queue_drops_and_the_numbers_say_so(places: dict[str, str]) -> No
         made.stop()
 
 
-def test_addresses_that_cannot_be_had(places: dict[str, str]) -> None:
+def test_addresses_that_cannot_be_had(places: dict[str, Any]) -> None:
     made = publisher(places)
     try:
         with pytest.raises(ConfigError, match="kv_events_endpoint = 'ipc:///no/such"):
