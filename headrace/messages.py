@@ -191,6 +191,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     compute_s: float = 0.0  # its share of the device's time; see `engine.shares`
     recompute_s: float = 0.0  # of that, for KV that preemptions had lost
     preempted_s: list[float] = []  # time.monotonic() of each preemption
+    longest_tokens: int = 0  # output tokens of the choice that has most
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -354,6 +355,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     draws_note: str = ""  # what its draws cannot show
     positions: Positions | None = None
     ledger: list[tuple[str, int]] = []  # what takes memory, bytes
+    device_uuid: str = ""  # of the GPU that computes; "" = none does
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True):
@@ -464,3 +466,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[list[Logprobs]] = []
     vectors: list[bytes] = []
     taps: list[Tap] = []
+    sample_s: float = -1.0  # of busy_s, after the forward pass; -1 = this runner cannot tell

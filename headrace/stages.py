@@ -6,25 +6,35 @@ import msgspec
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One stage: where its code lives, the problem it solves, and the metric that shows it."""
+    """One stage: where its code lives, the problem it solves, and the metric that shows it.
+
+    The model's forward pass is one piece for a clock outside of it: stages 4 and 8 share its time.
+    """
 
     number: int
     name: str
     phase: str  # ingest, compute or emit
     modules: tuple[str, ...]  # files or folders under headrace/; empty = not built yet
     problem: str
-    metric: str  # "" until its code exists
+    metric: str  # its family in /metrics (of the gateway for stage 1; docs/metrics.md)
 
 
 STAGES = (
-    Stage(1, "Route", "ingest", ("gateway",), "which server, and may it come in", ""),
+    Stage(
+        1,
+        "Route",
+        "ingest",
+        ("gateway",),
+        "which server, and may it come in",
+        "headrace_gateway_decide_seconds",
+    ),
     Stage(
         2,
         "Prepare",
         "ingest",
         ("api/schemas.py", "api/prepare.py", "api/turns.py", "text/template.py", "hooks"),
         "refuse what is wrong, render the chat into one prompt",
-        "headrace_requests_total",
+        "headrace_render_seconds",
     ),
     Stage(
         3,
@@ -40,7 +50,7 @@ STAGES = (
         "compute",
         ("models/layers.py", "kernels/begin.py"),
         "token ids to vectors that know their position",
-        "",
+        "headrace_step_forward_seconds",
     ),
     Stage(
         5,
@@ -48,7 +58,7 @@ STAGES = (
         "compute",
         ("engine/scheduler.py", "engine/policy.py", "engine/budget.py"),
         "which sequences get how many tokens in this step",
-        "headrace_queue_seconds",
+        "headrace_step_plan_seconds",
     ),
     Stage(
         6,
@@ -77,7 +87,7 @@ STAGES = (
             "kernels/attention.py",
         ),
         "read the keys and values of one sequence through its block table",
-        "",
+        "headrace_step_forward_seconds",
     ),
     Stage(
         9,
@@ -85,7 +95,7 @@ STAGES = (
         "compute",
         ("runner/runner.py", "runner/cuda_runner.py", "kernels/attention_decode.py"),
         "one token a step for every running sequence, in one batch",
-        "headrace_decode_seconds",
+        "headrace_time_per_output_token_seconds",
     ),
     Stage(
         10,
@@ -93,7 +103,7 @@ STAGES = (
         "emit",
         ("sampling", "kernels/sampling.py", "grammar"),
         "logits to the next token, for each sequence on its own terms",
-        "headrace_generation_tokens_total",
+        "headrace_step_sample_seconds",
     ),
     Stage(
         11,
@@ -108,6 +118,6 @@ STAGES = (
             "api/stream.py",
         ),
         "token ids to text that never breaks a character, to the socket",
-        "headrace_inter_token_seconds",
+        "headrace_emit_seconds",
     ),
 )

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.api.service import encode_json, service_of
-from headrace.observe.metrics import CONTENT_TYPE
+from headrace.observe.exposition import CONTENT_TYPE
 
 
 async def health(request: Request) -> Response:
@@ -29,7 +29,9 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """All processes of this server added up."""
-    text = await asyncio.to_thread(service_of(request).metrics.expose)
+    metrics = service_of(request).metrics
+    metrics.flush()
+    text = await asyncio.to_thread(metrics.expose)
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

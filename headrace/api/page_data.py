@@ -32,7 +32,7 @@ async def stages(request: Request) -> Response:
     """The eleven stages, each with what its metric says now."""
     service = service_of(request)
     names = frozenset(stage.metric for stage in STAGES if stage.metric)
-    now = await asyncio.to_thread(current, names, service.metrics.registry)
+    now = await asyncio.to_thread(current, names, service.metrics.reading)
     return _json(
         [msgspec.to_builtins(stage) | {"value": now.get(stage.metric)} for stage in STAGES]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,9 +105,12 @@ async def prepare_chat(
         service.dialect.check_tools()
         service.tokenizer.need_text("tools")
 
+    rendered_s: list[float] = []
+
     def render() -> tuple[str, list[int]]:
         asked = conversation_of(service, request, tools.shown if tools is not None else [])
         text = rendered(service, request, asked)
+        rendered_s.append(time.monotonic())
         if record is not None:
             record.rendered()
         ids = service.tokenizer.encode(text, add_special=bool(request.add_special_tokens))
@@ -121,7 +124,7 @@ async def prepare_chat(
     # Its own time limit is for one; who waits for the event loop are many.
     quick = service.template.slowest_s < INLINE_S
     quick = quick and not request.chat_template_kwargs and request.chat_template is None
-    text, ids = await timed(service, body_bytes if quick else INLINE_BYTES + 1, render)
+    text, ids = await timed(service, body_bytes if quick else INLINE_BYTES + 1, render, rendered_s)
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
     last = request.messages[-1].content if request.continue_final_message else ""
@@ -365,9 +368,17 @@ def _beams(request: Generation, grammar: Grammar | None) -> BeamRules | None:
     )
 
 
-async def timed(service: Service, body_bytes: int, work: Callable[[], T]) -> T:
-    """Short bodies here, long ones in a thread: nobody else's stream waits for a tokeniser."""
-    start_s = time.monotonic()
+async def timed(
+    service: Service, body_bytes: int, work: Callable[[], T], rendered_s: Sequence[float] = ()
+) -> T:
+    """Short bodies here, long ones in a thread: nobody else's stream waits for a tokeniser.
+
+    rendered_s: time.monotonic() at which the prompt's text was there, if `work` makes it first.
+    """
+    begun_s = time.monotonic()
     result = work() if body_bytes <= INLINE_BYTES else await asyncio.to_thread(work)
-    service.metrics.tokenize_s.observe(time.monotonic() - start_s)
+    for text_s in rendered_s:
+        service.metrics.render_s.write(text_s - begun_s)
+        begun_s = text_s
+    service.metrics.tokenize_s.write(time.monotonic() - begun_s)
     return result

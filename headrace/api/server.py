@@ -58,12 +58,13 @@ def serve(
     tokenizer = load_tokenizer(files, card, optional=settings.load_format == "dummy")
     service = Service(settings, name, card, tokenizer, client, metrics, worker, folder)
     client.on_done = service.on_done
+    client.on_gap = metrics.inter_token_s.note
     if worker == 0:
         log.info("%s", service.dialect.why)
     connections = Connections(settings.receive_timeout_s, settings.stall_timeout_s)
 
     def on_sweep() -> None:
-        metrics.inter_token_s.flush()
+        metrics.flush()
         connections.check()
 
     exchanges = Exchanges(

@@ -107,15 +107,14 @@ class Service:
 
     def on_done(self, stream: TokenStream, done: Done) -> None:
         """Per-request times, for ended and aborted requests alike."""
-        metrics = self.metrics
-        if stream.first_token_s:
-            metrics.queue_s.observe(done.queue_s)
-            metrics.prefill_s.observe(done.prefill_s)
-            metrics.decode_s.observe(done.decode_s)
-            ttft_s = stream.first_token_s - stream.arrived_s
-            metrics.ttft_s.observe(ttft_s)
-            metrics.vllm_ttft_s.observe(ttft_s)
-        metrics.e2e_s.observe(time.monotonic() - stream.arrived_s)
+        first_s, arrived_s = stream.first_token_s, stream.arrived_s
+        self.metrics.count_done(
+            done,
+            ttft_s=first_s - arrived_s if first_s else None,
+            e2e_s=time.monotonic() - arrived_s,
+            max_tokens=stream.limits.pop(done.handle, 0),
+            choices=stream.n,
+        )
 
 
 def service_of(request: Request) -> Service:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
@@ -52,6 +53,7 @@ class EventStream:
         ]
         self._headers = [*HEADERS, *extra]
         opens = answer.prepared.echo or answer.prepared.shown.token_ids
+        self._taken_s = 0.0  # time.monotonic(), when the news came that are written now
         self._unopened = set(range(len(answer.prepared.jobs))) if opens else set[int]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +77,8 @@ class EventStream:
         try:
             while True:
                 await self._exchange.write(data)
+                if data is not KEEP_ALIVE:
+                    self._metrics.emit_s.note(time.monotonic() - self._taken_s)
                 if tokens.done:
                     break
                 data = await self._next()
@@ -114,12 +118,10 @@ class EventStream:
     async def _next(self) -> bytes:
         """Events for all that came; a comment after a nudge; empty when text is held back."""
         answer, events = self._answer, self._events
-        before_s = answer.stream.last_token_s
         deltas = await answer.stream.take()
         if not deltas:
             return b"" if answer.stream.done else KEEP_ALIVE
-        if before_s:
-            self._metrics.inter_token_s.note(answer.stream.last_token_s - before_s)
+        self._taken_s = time.monotonic()
         out: list[bytes] = []
         for delta in deltas:
             choice = answer.choices[delta.index]

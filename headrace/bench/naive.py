@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headrace import config
 from headrace.config import Settings
 from headrace.engine.recorder import view_of
-from headrace.engine.stats import EngineStats
+from headrace.engine.stats import EngineStats, StepTimes
 from headrace.errors import ConfigError
 from headrace.messages import (
     Abort,
@@ -156,6 +156,9 @@ class NaiveEngine:
     def warm(self) -> None:
         """The worker has been ready from the start."""
 
+    def watch(self, told: Callable[[StepTimes], None]) -> None:
+        """It computes whole answers, not steps: nothing is ever told."""
+
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._out)
@@ -255,6 +258,7 @@ class NaiveEngine:
                 message,
                 prompt_tokens=len(job.message.prompt),
                 output_tokens=sum(job.tokens),
+                longest_tokens=max(job.tokens),
                 queue_s=begun_s - job.submitted_s,
                 prefill_s=max(job.first_s - begun_s, 0.0),
                 decode_s=job.last_s - job.first_s,

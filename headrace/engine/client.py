@@ -128,8 +128,10 @@ class TokenStream:
         "closed",
         "first_token_s",
         "last_token_s",
+        "limits",
         "n",
         "prompt_logprobs",
+        "said_s",
         "vectors",
         "watcher",
     )
@@ -150,6 +152,8 @@ class TokenStream:
         self.arrived_s = arrived_s
         self.first_token_s = 0.0  # time.monotonic(); 0 = none yet
         self.last_token_s = 0.0
+        self.said_s: dict[int, float] = {}  # index -> when its newest token came
+        self.limits: dict[int, int] = {}  # handle -> max_tokens of its choices
         self.cached_tokens = 0
         # prompt index -> of its tokens 1, 2, ... as far as they came; complete before any token
         self.prompt_logprobs: dict[int, list[Logprobs]] = {}
@@ -282,6 +286,8 @@ class EngineClient:
         self._engine_timeout_s = engine_timeout_s
         self.on_done = on_done
         self.on_view: Callable[[View], None] | None = None  # answers to `look`
+        # Told the seconds from each token of a choice to its next one.
+        self.on_gap: Callable[[float], None] | None = None
         self._handles = itertools.count(1)
         self._routes: dict[int, tuple[TokenStream, int]] = {}  # handle -> stream, first index
         self._encode = msgspec.msgpack.Encoder().encode
@@ -411,6 +417,7 @@ class EngineClient:
                 stream.abort()
                 raise EngineDead("the engine process takes no requests")
             stream.opened(handle)
+            stream.limits[handle] = job.max_tokens
             if account is not None:
                 account.submitted(1)
             self._routes[handle] = (stream, position * n)
@@ -474,17 +481,21 @@ class EngineClient:
                 stream = route[0]
                 stream.vectors[route[1] // stream.n] = vector.values
                 stream.first_token_s = stream.first_token_s or now_s
-        reports = out.logprobs or _NONE
+        reports, on_gap = out.logprobs or _NONE, self.on_gap
         columns = zip(out.handles, out.choices, out.tokens, reports, strict=False)
         for handle, choice, token, entry in columns:
             route = routes.get(handle)
             if route is not None and not route[0].closed:
-                stream = route[0]
-                stream.push(route[1] + choice, token)
+                stream, index = route[0], route[1] + choice
+                stream.push(index, token)
                 if stream.watcher is not None:
-                    stream.watcher.token(route[1] + choice, token, now_s)
+                    stream.watcher.token(index, token, now_s)
                 if entry is not None:
-                    stream.push_logprobs(route[1] + choice, entry)
+                    stream.push_logprobs(index, entry)
+                if on_gap is not None:
+                    if before_s := stream.said_s.get(index):
+                        on_gap(now_s - before_s)
+                    stream.said_s[index] = now_s
                 if not stream.first_token_s:
                     stream.first_token_s = now_s
                 stream.last_token_s = now_s

@@ -24,7 +24,7 @@ from headrace.engine.protocol import Grammars, Masks, Runner, Ticket
 from headrace.engine.registry import Registry
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.shares import FS
-from headrace.engine.stats import EngineStats, Tally
+from headrace.engine.stats import EngineStats, StepTimes, Tally
 from headrace.kv.cache import KVCache
 from headrace.messages import Abort, Finish, Look, StepPlan, StepResult, Submit, TokenOut
 
@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 class InFlight:
     """A step between its launch and its result."""
 
-    __slots__ = ("_finished", "flight", "ticket")
+    __slots__ = ("_finished", "flight", "launched_s", "plan_s", "ticket")
 
-    def __init__(self, flight: Flight, ticket: Ticket) -> None:
+    def __init__(self, flight: Flight, ticket: Ticket, plan_s: float, launched_s: float) -> None:
         self.flight, self.ticket = flight, ticket
+        self.plan_s, self.launched_s = plan_s, launched_s
         self._finished = False
 
     def finish(self, masks: Masks | None) -> None:
@@ -95,8 +96,13 @@ class Engine:
         self._clock = clock
         self._on_step = on_step
         self._publisher = publisher
+        self._watch: Callable[[StepTimes], None] | None = None
         self._step = self._step_overlap if overlap else self._step_plain
         self._broken_in_a_row = 0
+
+    def watch(self, told: Callable[[StepTimes], None]) -> None:
+        """From now on, tell where the time of each step went that is applied."""
+        self._watch = told
 
     def submit(self, owner: int, msg: Submit) -> None:
         """Queue a request. What cannot run is answered by a Done in the next turn."""
@@ -173,20 +179,21 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan a step and start it. False if there is none to plan, or it broke."""
-        now = self._clock()
-        flight = self.scheduler.schedule(now)
+        begun_s = self._clock()
+        flight = self.scheduler.schedule(begun_s)
         if flight is None:
             stuck = not self._in_flight and self.scheduler.has_work
             assert not stuck, "sequences wait or run, but no step can be planned"
             return False
         if self._recorder.active:
-            self._recorder.launched(flight, self._waiting, now)
+            self._recorder.launched(flight, self._waiting, begun_s)
+        planned_s = self._clock()
         try:
             ticket = self.runner.launch(flight.plan)
         except Exception as error:
             self._recover(flight, error)
             return False
-        self._in_flight.append(InFlight(flight, ticket))
+        self._in_flight.append(InFlight(flight, ticket, planned_s - begun_s, planned_s))
         return True
 
     def _finish(self) -> bool:
@@ -219,16 +226,21 @@ class Engine:
         except Exception as error:
             self._recover(oldest.flight, error)
         else:
-            self._apply(oldest.flight, result)
+            self._apply(oldest, result)
 
-    def _apply(self, flight: Flight, result: StepResult) -> None:
+    def _apply(self, entry: InFlight, result: StepResult) -> None:
         self._broken_in_a_row = 0
-        now = self._clock()
+        flight, plan, now_s = entry.flight, entry.flight.plan, self._clock()
         if self._recorder.active:
-            self._recorder.landed(flight, result, now)
-        self.registry.apply(flight, result, now)
+            self._recorder.landed(flight, result, now_s)
+        self.registry.apply(flight, result, now_s)
+        if self._watch is not None:
+            apply_s, wall_s = self._clock() - now_s, now_s - entry.launched_s
+            busy_s, sample_s = result.busy_s, result.sample_s
+            tokens = sum(plan.counts)
+            self._watch(StepTimes(tokens, entry.plan_s, busy_s, sample_s, apply_s, wall_s))
         if self._on_step is not None:
-            self._on_step(flight.plan, result)
+            self._on_step(plan, result)
 
     def _recover(self, broken: Flight, error: Exception) -> None:
         """A step broke as a whole. Whoever owns a row fails; whoever waits is served after it.
@@ -248,7 +260,7 @@ class Engine:
                 lost.append(flight)
                 continue
             if flight.plan.step < broken.plan.step:
-                self._apply(flight, result)
+                self._apply(entry, result)
             else:
                 lost.append(flight)
         self._broken_in_a_row += 1
@@ -282,6 +294,8 @@ class Engine:
             busy_s=self.meter.busy_fs / FS,
             unclaimed_s=self.meter.unclaimed_fs / FS,
             kv_events=self._publisher.counts if self._publisher is not None else {},
+            queried_tokens=tally.queried_tokens,
+            prefill_tokens=tally.prefill_tokens,
         )
 
     def close(self) -> None:

@@ -8,13 +8,13 @@ Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV) and `r
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import msgspec
 
-from headrace.engine.stats import EngineStats
+from headrace.engine.stats import EngineStats, StepTimes
 from headrace.messages import (
     Abort,
     Finish,
@@ -104,6 +104,7 @@ class Capacity(msgspec.Struct, frozen=True):
     each_length: bool = False  # ... and so has every length of those
     window: int = 0  # newest tokens that any layer reads, a query's own among them; 0 = all
     draws_note: str = ""  # what of its draws `StepResult.taps` does not show
+    device_uuid: str = ""  # of the GPU that computes; "" = none does
 
     def variant(self, prompt_tokens: int) -> str:
         """Requests whose prompts share a prefix have the same K and V for it, if theirs is the
@@ -224,6 +225,9 @@ class ServingEngine(Protocol):
 
     Implementations: `engine.loop.Engine`, and `bench.naive.NaiveEngine`, the yardstick.
     """
+
+    def watch(self, told: Callable[[StepTimes], None], /) -> None:
+        """Tell where the time of each step went, if it computes in steps."""
 
     def submit(self, owner: int, msg: Submit, /) -> None:
         """Queue a request; exactly one Done answers it."""

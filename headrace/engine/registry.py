@@ -205,6 +205,8 @@ class Registry:
             self._pass_prompts(flight, result)
         self._apply_decodes(flight, tokens, reports, now)
         counts, starts = plan.counts, plan.starts
+        if flight.prefills:
+            self._tally.prefill_tokens += sum(counts[decodes:])
         for i, sequence in enumerate(flight.prefills, decodes):
             if sequence.row != NO_ROW:
                 sequence.computed = starts[i] + counts[i]
@@ -453,6 +455,7 @@ class Registry:
             self._meter.settle(request) / FS,
             request.recompute_fs / FS,
             request.preempted_s,
+            max(request.counts),
         )
         if request.submit.record:
             self.recorder.closed(request)

@@ -280,6 +280,8 @@ class Scheduler:
             request.scheduled_s = now
             request.cached_tokens = sequence.cached
             self._tally.prompt_tokens += sequence.prompt_tokens
+            if self.kv.prefix_caching and not sequence.whole:
+                self._tally.queried_tokens += sequence.prompt_tokens
             self._tally.cached_tokens += sequence.cached
 
     # ------------------------------------------------------------ preemption

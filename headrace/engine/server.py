@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.engine")
 
 PULSE_S = 0.5
+METRICS_S = 0.02  # while it works, metrics are written so often, whatever a step takes
 REST_S = 1.0  # without work, before the engine does what it put off
 IDLE_POLL_MS = 500  # an idle engine wakes this often to judge silent API processes
 INTAKE = 1024  # messages taken between two steps
@@ -157,13 +158,16 @@ class Post:
             if peer is not None and not peer.lost:
                 self._send(peer, out)
 
-    def judge(self) -> None:
-        """Drop who was silent for too long. Call only right after an inbox was drained empty."""
-        now_s = time.monotonic()
+    def judge(self) -> bool:
+        """Drop who was silent for too long; whether somebody was. Call only right after an inbox
+        was drained empty."""
+        now_s, dropped = time.monotonic(), False
         for peer in list(self._peers.values()):
             silent_s = now_s - peer.heard_s
             if silent_s > self._api_timeout_s and not peer.lost:
                 self._drop(peer, f"silent for {silent_s:.1f} s")
+                dropped = True
+        return dropped
 
     def _take(self, peer: Peer, payload: bytes) -> None:
         try:
@@ -288,6 +292,7 @@ def run(
             if info.kernels is not None:
                 metrics.describe_kernels(msgspec.structs.asdict(info.kernels))
             metrics.update(engine.stats())
+            engine.watch(metrics.note)
             pulser.ready(info)
             _loop(stopper, pulser, post, engine, metrics)
         finally:
@@ -312,7 +317,7 @@ def _loop(
     poller = zmq.Poller()
     poller.register(post.socket, zmq.POLLIN)
     poller.register(stopper.fileno(), zmq.POLLIN)
-    worked_s = time.monotonic()
+    worked_s = told_s = time.monotonic()
     while not stopper.stopped:
         if engine.has_work:
             worked_s = time.monotonic()
@@ -322,10 +327,11 @@ def _loop(
             else:
                 poller.poll(IDLE_POLL_MS)
         taken = post.drain()
-        if taken < INTAKE:
-            post.judge()
-        if taken or engine.has_work:
+        dropped = taken < INTAKE and post.judge()
+        if taken or dropped or engine.has_work:
             post.send(engine.turn())
-            stats = engine.stats()
-            pulser.steps = stats.steps
-            metrics.update(stats)
+            if not engine.has_work or time.monotonic() - told_s >= METRICS_S:
+                stats = engine.stats()
+                pulser.steps = stats.steps
+                metrics.update(stats)
+                told_s = time.monotonic()

@@ -6,6 +6,7 @@ Always: started == sum(finished.values()) + running + waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +19,9 @@ class Tally:
         "finished",
         "generation_tokens",
         "preemptions",
+        "prefill_tokens",
         "prompt_tokens",
+        "queried_tokens",
         "recomputed_tokens",
         "started",
         "steps",
@@ -31,7 +34,9 @@ class Tally:
         self.preemptions = 0
         self.recomputed_tokens = 0  # KV computed again after a preemption
         self.prompt_tokens = 0  # of requests, when first scheduled
-        self.cached_tokens = 0  # of those, from the prefix cache
+        self.queried_tokens = 0  # of those, looked up in the prefix cache
+        self.cached_tokens = 0  # of those, found there
+        self.prefill_tokens = 0  # computed in chunks, not one a step
         self.generation_tokens = 0  # tokens sent
 
 
@@ -54,3 +59,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     busy_s: float = 0.0  # time the device worked
     unclaimed_s: float = 0.0  # of that, for requests of API processes that are gone
     kv_events: Mapping[str, int] = {}  # see engine.kv_events; {}: none are published
+    queried_tokens: int = 0  # of prompt_tokens, looked up in the prefix cache
+    prefill_tokens: int = 0  # computed in chunks, recomputed ones too
+
+
+class StepTimes(NamedTuple):
+    """Where the time of one step went."""
+
+    tokens: int  # computed
+    plan_s: float  # host: planning it
+    busy_s: float  # device
+    sample_s: float  # of that, drawing; -1 = the runner cannot tell
+    apply_s: float  # host: what came of it
+    wall_s: float  # from its launch until its tokens were known

@@ -26,7 +26,7 @@ from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.sse import Usage
 from headrace.gateway.tenants import Doorkeeper
 from headrace.gateway.worker import Worker
-from headrace.observe.metrics import CONTENT_TYPE
+from headrace.observe.exposition import CONTENT_TYPE
 
 log = logging.getLogger("headrace.gateway")
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from headrace.gateway.fleet import Fleet
 from headrace.gateway.queue import Queue
 from headrace.gateway.worker import Worker
-from headrace.observe.metrics import FINE, WORK
+from headrace.observe.histogram import FINE, WORK
 
 NAME = "headrace_gateway"
 

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.multiprocess import MultiProcessCollector
-
-from headrace.observe.metrics import MULTIPROC, REGISTRY
+from headrace.observe.metrics_page import Reading
 
 QUANTILES = (("p50", 0.5), ("p99", 0.99))
 
 
 def current(
-    names: Collection[str], registry: CollectorRegistry = REGISTRY
+    names: Collection[str], reading: Callable[[str], Reading | None]
 ) -> dict[str, float | dict[str, float | str | None]]:
     """Name -> the sum over its series; of a histogram {"p50", "p99", "count", "unit"}. Names that
-    are not there are left out. All processes added up, or this one. Takes milliseconds.
+    are not there are left out. reading: `ApiMetrics.reading`.
     """
-    if os.environ.get(MULTIPROC):
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     out: dict[str, float | dict[str, float | str | None]] = {}
-    for family in registry.collect():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        if name not in names:
+    for name in names:
+        now = reading(name.removesuffix("_total"))
+        if now is None:
             continue
-        if family.type == "histogram":
-            buckets: dict[float, float] = {}
-            for sample in family.samples:
-                if sample.name == f"{name}_bucket":
-                    edge = float(sample.labels["le"])
-                    buckets[edge] = buckets.get(edge, 0.0) + sample.value
-            count = buckets.get(math.inf, 0.0)
-            unit = "s" if name.endswith("_seconds") else ""
-            out[name] = {
-                "count": count,
-                "unit": unit,
-                **{label: quantile(buckets, share) for label, share in QUANTILES},
-            }
-        else:
-            out[name] = sum(s.value for s in family.samples if s.name == name)
+        if now.kind != "histogram":
+            out[name] = now.value
+            continue
+        buckets = dict(zip(now.bounds, accumulate(now.counts), strict=True))
+        out[name] = {
+            "count": now.value,
+            "unit": "s" if name.endswith("_seconds") else "",
+            **{label: quantile(buckets, share) for label, share in QUANTILES},
+        }
     return out
 
 

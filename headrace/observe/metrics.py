@@ -1,33 +1,29 @@
-"""Prometheus metrics of one process; several processes are added up at exposition.
+"""Prometheus metrics of one process; `exposition` adds the processes of a server up.
 
-With PROMETHEUS_MULTIPROC_DIR set before this module is imported, every process writes its values
-into that folder and any of them can show the sum; without it, one process shows its own.
+docs/metrics.md names every one. Names that others know them by are in `aliases`.
 """
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from headrace.observe.exposition import Exposition
+from headrace.observe.histogram import (
+    CHOICES,
+    REQUEST,
+    STEP,
+    STEP_TOKENS,
+    TOKEN,
+    TOKENS,
+    TTFT,
+    WORK,
+    Histograms,
+)
+from headrace.observe.metrics_page import Reading
 from headrace.observe.usage_metrics import UsageMetrics
-
-MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-FINE = (
-    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1,
-    0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 640,
-)  # fmt: skip
-WORK = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5)
-VLLM_TTFT = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640, 2560,
-)  # fmt: skip
 
 REGISTRY = CollectorRegistry()
 
@@ -57,6 +53,10 @@ class Stats(Protocol):
     @property
     def cached_tokens(self) -> int: ...
     @property
+    def queried_tokens(self) -> int: ...
+    @property
+    def prefill_tokens(self) -> int: ...
+    @property
     def generation_tokens(self) -> int: ...
     @property
     def started(self) -> int: ...
@@ -72,23 +72,61 @@ class Stats(Protocol):
     def unclaimed_s(self) -> float: ...
 
 
+class Step(Protocol):
+    """Where the time of one step went; see `engine.stats.StepTimes`."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def plan_s(self) -> float: ...
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def sample_s(self) -> float: ...
+    @property
+    def apply_s(self) -> float: ...
+    @property
+    def wall_s(self) -> float: ...
+
+
+class Ended(Protocol):
+    """What a request's Done says; see `messages.Done`."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def longest_tokens(self) -> int: ...
+    @property
+    def queue_s(self) -> float: ...
+    @property
+    def prefill_s(self) -> float: ...
+    @property
+    def decode_s(self) -> float: ...
+
+
 class EngineMetrics:
-    """The engine's gauges and counters. `update` after each turn; equal values cost a compare."""
+    """The engine's gauges and counters. `update` now and then; equal values cost a compare."""
 
     GAUGES = (
         ("running", "headrace_requests_running", "requests that hold a row"),
         ("waiting", "headrace_requests_waiting", "requests in the queue"),
         ("kv_blocks", "headrace_kv_blocks", "KV blocks in the pool"),
         ("kv_used", "headrace_kv_blocks_used", "KV blocks that a request holds"),
-        ("running", "vllm:num_requests_running", "requests that hold a row"),
-        ("waiting", "vllm:num_requests_waiting", "requests in the queue"),
     )
     COUNTERS = (
         ("steps", "headrace_steps", "steps finished"),
         ("preemptions", "headrace_preemptions", "requests that lost their KV blocks"),
         ("recomputed_tokens", "headrace_recomputed_tokens", "tokens computed again after that"),
         ("prompt_tokens", "headrace_prompt_tokens", "prompt tokens of admitted requests"),
-        ("cached_tokens", "headrace_cached_tokens", "prompt tokens found in the prefix cache"),
+        (
+            "queried_tokens",
+            "headrace_prefix_queried_tokens",
+            "of these, tokens that were looked up in the prefix cache",
+        ),
+        ("cached_tokens", "headrace_cached_tokens", "of these, tokens that were found there"),
+        ("prefill_tokens", "headrace_prefill_tokens", "tokens computed in chunks of prompts"),
         ("generation_tokens", "headrace_generation_tokens", "tokens generated"),
         ("started", "headrace_requests_started", "requests that the engine took"),
         ("busy_s", "headrace_busy_seconds", "time the device worked"),
@@ -102,8 +140,10 @@ class EngineMetrics:
     def __init__(
         self, model_name: str, block_size: int, registry: CollectorRegistry = REGISTRY
     ) -> None:
+        """Counts as lost what an engine before this one, in the same folder, did not finish."""
         self._model_name = model_name
         self._block_size = str(block_size)
+        lost = _lost(registry)
         self._gauges = [
             (field, _gauge(name, text, registry, ["model_name"]).labels(model_name))
             for field, name, text in self.GAUGES
@@ -113,29 +153,39 @@ class EngineMetrics:
             for field, name, text in self.COUNTERS
         ]
         self._usage = _gauge(
-            "vllm:kv_cache_usage_perc", "share of KV blocks in use, 0 to 1", registry,
+            "headrace_kv_usage_ratio", "share of KV blocks that a request holds, 0 to 1", registry,
             ["model_name"],
         ).labels(model_name)  # fmt: skip
         self._config = _gauge(
             "vllm:cache_config_info", "always 1; the labels hold the facts", registry,
-            ["model_name", "block_size", "num_gpu_blocks"],
+            ["model_name", "engine", "block_size", "num_gpu_blocks"],
         )  # fmt: skip
         self._registry = registry
-        self._by_label = [
-            ("finished", _Labelled(
-                "headrace_requests_finished", "requests that the engine ended, by reason",
-                "reason", model_name, registry,
-            )),
-            ("runner", _Labelled(
-                "headrace_runner_events", "what the runner did, by its own names for it",
-                "event", model_name, registry,
-            )),
-            ("kv_events", _Labelled(
-                "headrace_kv_events", "batches of KV events published or dropped, and replays",
-                "event", model_name, registry,
-            )),
-        ]  # fmt: skip
+        finished = _Labelled(
+            "headrace_requests_finished", "requests that the engine ended, by reason",
+            "reason", model_name, registry,
+        )  # fmt: skip
+        finished.add("lost", lost)
+        runner = _Labelled(
+            "headrace_runner_events", "what the runner did, by its own names for it",
+            "event", model_name, registry,
+        )  # fmt: skip
+        kv_events = _Labelled(
+            "headrace_kv_events", "batches of KV events published or dropped, and replays",
+            "event", model_name, registry,
+        )  # fmt: skip
+        self._by_label = (("finished", finished), ("runner", runner), ("kv_events", kv_events))
         self._last: dict[str, float] = {}
+        self._make_histograms(Histograms(model_name, registry))
+
+    def _make_histograms(self, histograms: Histograms) -> None:
+        self._histograms, make = histograms, histograms.make
+        self._tokens = make("headrace_step_tokens", "tokens computed in a step", STEP_TOKENS)
+        self._wall_s = make("headrace_step_seconds", "a step, launched to its tokens known", STEP)
+        self._plan_s = make("headrace_step_plan_seconds", "host: a step planned", STEP)
+        self._forward_s = make("headrace_step_forward_seconds", "device: a step's forward", STEP)
+        self._sample_s = make("headrace_step_sample_seconds", "device: a step's draws", STEP)
+        self._apply_s = make("headrace_step_apply_seconds", "host: a step's tokens applied", STEP)
 
     def describe_kernels(self, labels: Mapping[str, str]) -> None:
         """What computes and why; `labels` are the fields of `messages.KernelsInfo`."""
@@ -145,13 +195,24 @@ class EngineMetrics:
         )  # fmt: skip
         gauge.labels(self._model_name, *labels.values()).set(1)
 
+    def note(self, step: Step) -> None:
+        """A step was applied; shown after the next `update`."""
+        self._tokens.note(step.tokens)
+        self._wall_s.note(step.wall_s)
+        self._plan_s.note(step.plan_s)
+        self._apply_s.note(step.apply_s)
+        if step.sample_s >= 0:  # else the runner cannot tell the two apart
+            self._sample_s.note(step.sample_s)
+            self._forward_s.note(max(0.0, step.busy_s - step.sample_s))
+
     def update(self, stats: Stats) -> None:
         """Write what changed since the last call."""
         last = self._last
         if stats.kv_blocks != last.get("kv_blocks"):
-            self._config.labels(self._model_name, self._block_size, str(stats.kv_blocks)).set(1)
-        if stats.kv_used != last.get("kv_used") and stats.kv_blocks:
-            self._usage.set(stats.kv_used / stats.kv_blocks)
+            labels = (self._model_name, "0", self._block_size, str(stats.kv_blocks))
+            self._config.labels(*labels).set(1)
+        if stats.kv_used != last.get("kv_used"):
+            self._usage.set(stats.kv_used / stats.kv_blocks if stats.kv_blocks else 0.0)
         new: dict[str, float] = {}
         for field, gauge in self._gauges:
             value = new[field] = getattr(stats, field)
@@ -164,6 +225,16 @@ class EngineMetrics:
         self._last = new
         for field, labelled in self._by_label:
             labelled.update(getattr(stats, field))
+        self._histograms.flush()
+
+
+def _lost(registry: CollectorRegistry) -> int:
+    """Requests that engines before this one took and did not live to finish."""
+    page = Exposition(registry)
+    started = page.reading("headrace_requests_started")
+    finished = page.reading("headrace_requests_finished")
+    live = (started.value if started else 0) - (finished.value if finished else 0)
+    return max(0, round(live))
 
 
 class _Labelled:
@@ -176,50 +247,26 @@ class _Labelled:
         self._model_name = model_name
         self._last: dict[str, int] = {}
 
+    def add(self, key: str, count: int) -> None:
+        """Raise one series."""
+        self._counter.labels(self._model_name, key).inc(count)
+
     def update(self, totals: Mapping[str, int]) -> None:
         """Raise the series to `totals`; one at 0 is shown from the first time it is named."""
         for key, total in totals.items():
             before = self._last.get(key)
             if before is None or total > before:
-                self._counter.labels(self._model_name, key).inc(total - (before or 0))
+                self.add(key, total - (before or 0))
                 self._last[key] = total
 
 
-class BatchedHistogram(Histogram):
-    """A histogram for observations that come once a token: kept here, written in batches."""
-
-    def _metric_init(self) -> None:
-        super()._metric_init()
-        self._pending = [0] * len(self._buckets)
-        self._pending_sum = 0.0
-
-    def note(self, value: float) -> None:
-        """As `observe`; shown after the next `flush`."""
-        self._pending[bisect_left(self._upper_bounds, value)] += 1
-        self._pending_sum += value
-
-    def flush(self) -> None:
-        """Write what was noted."""
-        for bucket, count in zip(self._buckets, self._pending, strict=True):
-            if count:
-                bucket.inc(count)
-        self._sum.inc(self._pending_sum)
-        self._pending = [0] * len(self._buckets)
-        self._pending_sum = 0.0
-
-
 class ApiMetrics:
-    """What one HTTP process measures."""
+    """What one HTTP process measures. `note`s (tokens) are shown after the next `flush`."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model_name = model_name
-        self.registry = registry
+        self._exposition = Exposition(registry)
         self.usage = UsageMetrics(model_name, registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = FINE) -> Histogram:
-            metric = Histogram(name, text, ["model_name"], registry=registry, buckets=buckets)
-            return metric.labels(model_name)
-
         self._requests = Counter(
             "headrace_requests",
             "HTTP requests, by endpoint and status",
@@ -232,24 +279,39 @@ class ApiMetrics:
             ["model_name", "kind", "outcome"],
             registry=registry,
         )
-        self.queue_s = histogram("headrace_queue_seconds", "submit to first scheduled")
-        self.prefill_s = histogram("headrace_prefill_seconds", "first scheduled to first token")
-        self.decode_s = histogram("headrace_decode_seconds", "first token to last token")
-        self.ttft_s = histogram("headrace_ttft_seconds", "HTTP arrival to first token")
-        self.e2e_s = histogram("headrace_e2e_seconds", "HTTP arrival to the end of the request")
-        self.inter_token_s = BatchedHistogram(
-            "headrace_inter_token_seconds",
-            "token to next token",
-            ["model_name"],
-            registry=registry,
-            buckets=FINE,
-        ).labels(model_name)
-        self.tokenize_s = histogram(
-            "headrace_tokenize_seconds", "template and tokenisation of one request", WORK
+        self._make_histograms(Histograms(model_name, registry))
+
+    def _make_histograms(self, histograms: Histograms) -> None:
+        self._histograms, make = histograms, histograms.make
+        self.render_s = make("headrace_render_seconds", "messages to one prompt text", WORK)
+        self.tokenize_s = make("headrace_tokenize_seconds", "prompts of a request to ids", WORK)
+        self.emit_s = make(
+            "headrace_emit_seconds", "news of a stream, from the engine's message to the socket",
+            WORK,
+        )  # fmt: skip
+        self.queue_s = make("headrace_queue_seconds", "submit to first scheduled", REQUEST)
+        self.prefill_s = make("headrace_prefill_seconds", "first scheduled to first token", REQUEST)
+        self.decode_s = make("headrace_decode_seconds", "first token to last token", REQUEST)
+        self.inference_s = make(
+            "headrace_inference_seconds", "first scheduled to last token", REQUEST
         )
-        self.vllm_ttft_s = histogram(
-            "vllm:time_to_first_token_seconds", "HTTP arrival to first token", VLLM_TTFT
+        self.ttft_s = make("headrace_ttft_seconds", "HTTP arrival to first token", TTFT)
+        self.e2e_s = make("headrace_e2e_seconds", "HTTP arrival to the end of the request", REQUEST)
+        self.inter_token_s = make("headrace_inter_token_seconds", "token to next token", TOKEN)
+        self.token_s = make(
+            "headrace_time_per_output_token_seconds",
+            "of a request: mean time from token to token after the first",
+            TOKEN,
         )
+        self.prompt_tokens = make("headrace_request_prompt_tokens", "of a request", TOKENS)
+        self.output_tokens = make(
+            "headrace_request_output_tokens", "of a request, over all choices", TOKENS
+        )
+        self.longest_tokens = make(
+            "headrace_request_longest_tokens", "of a request: those of its longest choice", TOKENS
+        )
+        self.max_tokens = make("headrace_request_max_tokens", "max_tokens of a request", TOKENS)
+        self.choices = make("headrace_request_choices", "n of a request", CHOICES)
 
     def count_request(self, endpoint: str, status: int) -> None:
         """One HTTP request ended (status 499: the client went away)."""
@@ -259,20 +321,49 @@ class ApiMetrics:
         """A hook of that kind had its say."""
         self._hooks.labels(self._model_name, kind, outcome).inc()
 
+    def count_done(
+        self, done: Ended, *, ttft_s: float | None, e2e_s: float, max_tokens: int, choices: int
+    ) -> None:
+        """The engine ended a request, aborted ones too. ttft_s: None if no token came.
+
+        One that it refused has no prompt tokens, and is none of its requests.
+        """
+        self.e2e_s.write(e2e_s)
+        if not done.prompt_tokens:
+            return
+        self.prompt_tokens.write(done.prompt_tokens)
+        self.output_tokens.write(done.output_tokens)
+        self.longest_tokens.write(done.longest_tokens)
+        self.max_tokens.write(max_tokens)
+        self.choices.write(choices)
+        if ttft_s is not None:
+            self.ttft_s.write(ttft_s)
+            self.queue_s.write(done.queue_s)
+            self.prefill_s.write(done.prefill_s)
+            self.decode_s.write(done.decode_s)
+            self.inference_s.write(done.prefill_s + done.decode_s)
+            if done.longest_tokens > 1:
+                self.token_s.write(done.decode_s / (done.longest_tokens - 1))
+
+    def flush(self) -> None:
+        """Write what was noted. The thread of the notes alone."""
+        self._histograms.flush()
+
     def expose(self) -> bytes:
-        """The text for /metrics: all processes added up, or this one. Takes milliseconds."""
-        self.inter_token_s.flush()
-        return expose(self.registry)
+        """The text for /metrics. Any thread."""
+        return self._exposition.text()
+
+    def reading(self, name: str) -> Reading | None:
+        """What a family says now, of all processes; see `Page.reading`. Any thread."""
+        return self._exposition.reading(name)
 
 
 def expose(registry: CollectorRegistry = REGISTRY) -> bytes:
     """Prometheus text of `registry`, or of every process when they share a folder."""
-    if os.environ.get(MULTIPROC):
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    return generate_latest(registry)
+    return Exposition(registry).text()
 
 
 def _gauge(name: str, text: str, registry: CollectorRegistry, labels: list[str]) -> Gauge:
-    # mostrecent: only the engine process writes these, and after a restart the new one counts.
-    return Gauge(name, text, labels, registry=registry, multiprocess_mode="mostrecent")
+    # One process writes each of these: of a dead one's values, the newest counts until the
+    # supervisor forgets them.
+    return Gauge(name, text, labels, registry=registry, multiprocess_mode="livemostrecent")

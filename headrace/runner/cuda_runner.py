@@ -92,6 +92,7 @@ class CudaRunner:
             for tensor in (pooler.vectors, pooler.scores)
         )
         self._began = [self._event() for _ in range(_IN_FLIGHT)]
+        self._computed = [self._event() for _ in range(_IN_FLIGHT)]  # the forward pass, that is
         self._ended = [self._event() for _ in range(_IN_FLIGHT)]
         self._taps = Taps(_IN_FLIGHT, capacity.vocab_size, self._device)
         self._at = 0
@@ -155,6 +156,9 @@ class CudaRunner:
         slot, draws = self._at, len(plan.draw_from)
         queued, prompts = None, list[int]()
         with self._queueing():
+            computed = self._computed[slot]
+            if computed is not None:
+                computed.record()
             if draws:
                 self._taps.begin(slot, plan.draw_into, self._state.recorded)
                 taps = self._taps if self._taps.draws else None
@@ -176,11 +180,12 @@ class CudaRunner:
     def read(self, plan: StepPlan, finished: Finished) -> StepResult:
         """Wait for a step."""
         slot = finished.slot
-        began, ended = self._began[slot], self._ended[slot]
-        busy_s = 0.0
-        if began is not None and ended is not None:
+        began, computed, ended = self._began[slot], self._computed[slot], self._ended[slot]
+        busy_s = sample_s = 0.0
+        if began is not None and computed is not None and ended is not None:
             ended.synchronize()
             busy_s = began.elapsed_time(ended) / 1e3
+            sample_s = computed.elapsed_time(ended) / 1e3
         tokens: list[int] = []
         failed: list[tuple[int, str]] = []
         logprobs: list[Logprobs | None] = []
@@ -194,7 +199,9 @@ class CudaRunner:
             at += count
         vectors = [self._vector(slot, i, kind) for i, (_, kind) in enumerate(plan.pools)]
         taps = self._taps.read(slot) if finished.draws is not None else []
-        return StepResult(plan.step, tokens, failed, busy_s, logprobs, said, vectors, taps)
+        return StepResult(
+            plan.step, tokens, failed, busy_s, logprobs, said, vectors, taps, sample_s
+        )
 
     def _vector(self, slot: int, i: int, kind: Pool) -> bytes:
         found = self._scores if kind == "scores" else self._vectors

@@ -191,9 +191,12 @@ class TorchRunner:
             tokens, failed, logprobs = self._draw(plan, computed, masks, probes)
         prompts = [self._prompt(plan, row, count, after) for row, count, after in plan.prompts]
         vectors = [self._vector(plan, row, kind) for row, kind in plan.pools]
-        busy_s = computed.busy_s + time.thread_time() - began_s
+        sample_s = time.thread_time() - began_s
+        busy_s = computed.busy_s + sample_s
         taps = [probe.tap() for probe in probes.values()]
-        return StepResult(plan.step, tokens, failed, busy_s, logprobs, prompts, vectors, taps)
+        return StepResult(
+            plan.step, tokens, failed, busy_s, logprobs, prompts, vectors, taps, sample_s
+        )
 
     def _probes(self, plan: StepPlan) -> dict[int, Probe]:
         """One for each draw into a row that is recorded."""

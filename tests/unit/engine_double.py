@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from headrace.engine.recorder import view_of
-from headrace.engine.stats import EngineStats
+from headrace.engine.stats import EngineStats, StepTimes
 from headrace.messages import Abort, Done, End, Finish, Look, Reason, Submit, TokenOut
 
 
@@ -65,6 +65,9 @@ class ScriptedEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.live or self.outs)
+
+    def watch(self, told: Callable[[StepTimes], None]) -> None:
+        """It has no steps."""
 
     def idle(self) -> bool:
         assert not self.has_work, "idle, but there is work"

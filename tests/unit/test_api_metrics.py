@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.engine.stats import EngineStats
 from headrace.observe.metrics import ApiMetrics, EngineMetrics, expose
 
-SHOWN = ("reason", "event")  # labels that name a series in `values`
+SHOWN = ("reason", "event", "finished_reason")  # labels that name a series in `values`
 
 
 def stats(
@@ -59,12 +59,15 @@ def test_engine_metrics_in_one_process() -> None:
     found = values(expose(registry).decode())
     assert found["headrace_requests_running"] == found["vllm:num_requests_running"] == 1
     assert found["headrace_requests_waiting"] == found["vllm:num_requests_waiting"] == 3
-    assert found["vllm:kv_cache_usage_perc"] == 0.5
+    assert found["headrace_kv_usage_ratio"] == found["vllm:kv_cache_usage_perc"] == 0.5
     assert found["vllm:cache_config_info"] == 1
     assert found["headrace_generation_tokens_total"] == 9
     assert found["headrace_requests_finished_total stop"] == 2
     assert found["headrace_requests_finished_total abort"] == 1
     assert found["headrace_requests_started_total"] == 7
+    assert found["headrace_requests_finished_total lost"] == 0
+    assert found["vllm:request_success_total stop"] == 2
+    assert "vllm:request_success_total lost" not in found
 
 
 def test_what_the_runner_counts_by_event() -> None:
@@ -83,7 +86,8 @@ def test_what_the_runner_counts_by_event() -> None:
 def test_processes_are_added_up(tmp_path: Path) -> None:
     code = (
         "from headrace.observe.metrics import ApiMetrics\n"
-        "m = ApiMetrics('m'); m.count_request('/v1/completions', 200); m.ttft_s.observe(0.5)\n"
+        "m = ApiMetrics('m'); m.count_request('/v1/completions', 200)\n"
+        "m.ttft_s.write(0.5)\n"
         "import sys; sys.stdout.buffer.write(m.expose())"
     )
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}

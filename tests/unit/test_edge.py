@@ -19,7 +19,8 @@ from headrace.api.seats import Seats
 from headrace.api.service import Service
 from headrace.config import Settings
 from headrace.engine.client import EngineClient
-from headrace.observe.metrics import ApiMetrics, BatchedHistogram, expose
+from headrace.observe.histogram import BatchedHistogram
+from headrace.observe.metrics import ApiMetrics, expose
 from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import load_tokenizer
@@ -132,7 +133,9 @@ def test_a_batched_histogram_counts_like_a_plain_one() -> None:
     batched = BatchedHistogram("batched", "x", ["m"], registry=registry, buckets=bounds).labels("a")
     for value in (0.0, 0.1, 0.11, 0.5, 0.7, 1.0, 7.0):
         plain.observe(value)
+        plain.observe(value)
         batched.note(value)
+        batched.write(value)
     batched.flush()
     batched.flush()
     found: dict[str, dict[tuple[str, str], float]] = {"plain": {}, "batched": {}}

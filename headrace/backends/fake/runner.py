@@ -91,6 +91,7 @@ class FakeTicket:
             self.prompts,
             self.vectors,
             self.taps,
+            0.0,  # the modelled time is that of the forward pass
         )
 
 
