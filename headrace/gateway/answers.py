@@ -48,7 +48,7 @@ def event_of(error: HeadraceError, path: str) -> bytes:
     return b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
 
 
-def head(status: int, headers: Headers) -> bytes:
-    """Status line and headers, up to the blank line."""
+def head(status: int, headers: Headers, *written: bytes) -> bytes:
+    """Status line and headers, up to the blank line. written: more of them, as they are sent."""
     line = LINES.get(status) or f"HTTP/1.1 {status} \r\n".encode()
-    return line + b"".join(b"%b: %b\r\n" % pair for pair in headers) + b"\r\n"
+    return b"".join([line, *[b"%b: %b\r\n" % pair for pair in headers], *written, b"\r\n"])

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from headrace.gateway.connection import JSON, Client, Request, Serving
 from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
+from headrace.gateway.ledger import Ledger
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.prompt import GENERATES, Prompt, PromptReader
 from headrace.gateway.queue import Queue
@@ -56,6 +58,9 @@ class Gateway:
         self.fleet.changed.append(self._worker_hangs)
         self.reader = PromptReader(settings.ask_usage)
         self.doorkeeper = doorkeeper
+        self.ledger: Ledger | None = None
+        if settings.redis_url:
+            self.ledger = Ledger(settings.redis_url, settings.redis_timeout_s)
         self.queue = Queue(settings.max_queue, settings.starve_s)
         self.metrics = GatewayMetrics(self.fleet, self.queue)
         self.decisions = Decisions(settings.decisions)
@@ -81,6 +86,8 @@ class Gateway:
         """Serve on `sock` until `stop`, then drain. `ready` is called when it listens."""
         loop = asyncio.get_running_loop()
         self.registry.start(self._apply)
+        if self.ledger is not None:
+            await self.ledger.start()
         server = await loop.create_server(self._client, sock=sock)
         self.port = int(sock.getsockname()[1])
         ticking = asyncio.create_task(self._tick())
@@ -98,6 +105,8 @@ class Gateway:
                 exchange.end_with(ShuttingDown("the gateway stops"))
             for client in list(self.clients):
                 client.close_idle()
+            if self.ledger is not None:
+                await self.ledger.stop()
             self.fleet.apply(())
             self.fleet.beliefs.close()
             await asyncio.sleep(0)  # transports close in the next turn
@@ -123,7 +132,7 @@ class Gateway:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now_s = asyncio.get_running_loop().time()
+            now_s = time.monotonic()
             self.registry.tick()
             settings = self.settings
             for client in list(self.clients):
@@ -145,7 +154,7 @@ class Gateway:
 
     def _pump(self) -> None:
         self._pumping = False
-        self.queue.pump(asyncio.get_running_loop().time())
+        self.queue.pump(time.monotonic())
 
     def _apply(self, specs: Any) -> None:
         self.fleet.apply(specs)
@@ -179,8 +188,8 @@ class Gateway:
                 return exchange
             self._own(client, request)
         except HeadraceError as error:
-            self.metrics.requests.labels(str(error.status)).inc()
-            client.refuse(error, path, [])
+            self.metrics.requests.add(str(error.status))
+            client.refuse(error, path)
         return None
 
     def _own(self, client: Client, request: Request) -> None:
@@ -213,7 +222,7 @@ class Gateway:
             raise WrongMethod(f"{request.path} takes {method.decode()}")
 
     def _ready(self) -> tuple[int, Any]:
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         able = sum(worker.may_take(now_s) for worker in self.fleet.workers.values())
         if self.draining:
             return 503, {"status": "draining", "workers": able}
@@ -223,7 +232,7 @@ class Gateway:
         return 200, {"object": "list", "data": list(self.fleet.models().values())}
 
     def _workers(self) -> tuple[int, Any]:
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         rows = []
         for worker in self.fleet.workers.values():
             view = msgspec.to_builtins(worker.view(now_s))
@@ -256,10 +265,10 @@ class Gateway:
 
     def decided(self, request_id: str, since_s: float, prompt: Prompt, placed: Placement) -> None:
         """A worker was chosen."""
-        after_s = asyncio.get_running_loop().time() - since_s
+        after_s = time.monotonic() - since_s
         self.metrics.decide_s.observe(after_s)
         metrics = self.metrics
-        metrics.count(metrics.placements, placed.worker.name, placed.choice.reason)
+        metrics.placements.add(placed.worker.name, placed.choice.reason)
         self.decisions.decided(request_id, after_s, prompt, placed)
 
     def used(self, request_id: str, prompt: Prompt, placed: Placement, usage: Usage) -> None:
@@ -267,25 +276,25 @@ class Gateway:
         metrics = self.metrics
         predicted = placed.cached_tokens[placed.choice.index]
         state = placed.states[placed.choice.index]
-        metrics.count(metrics.tokens, "predicted_cached", by=predicted)
+        metrics.tokens.add("predicted_cached", by=predicted)
         if usage.prompt_tokens > 0:
-            metrics.count(metrics.tokens, "prompt", by=usage.prompt_tokens)
+            metrics.tokens.add("prompt", by=usage.prompt_tokens)
             self.reader.learn(prompt, usage.prompt_tokens)
         if usage.output_tokens > 0:
-            metrics.count(metrics.tokens, "output", by=usage.output_tokens)
+            metrics.tokens.add("output", by=usage.output_tokens)
         if usage.cached_tokens >= 0:
-            metrics.count(metrics.tokens, "cached", by=usage.cached_tokens)
+            metrics.tokens.add("cached", by=usage.cached_tokens)
             off = usage.cached_tokens - predicted
             outcome = "under" if off > 0 else "over" if off else "equal"
-            metrics.count(metrics.predictions, state, outcome)
+            metrics.predictions.add(state, outcome)
             if predicted >= MIN_MISS_TOKENS and not usage.cached_tokens:
-                metrics.count(metrics.misses, state)
+                metrics.misses.add(state)
         self.decisions.used(request_id, usage)
 
     def ended(self, exchange: Exchange, status: int) -> None:
         """A request is over."""
-        took_s = asyncio.get_running_loop().time() - exchange.since_s
-        self.metrics.count(self.metrics.requests, str(status))
+        took_s = time.monotonic() - exchange.since_s
+        self.metrics.requests.add(str(status))
         self.metrics.e2e_s.observe(took_s)
         self.decisions.ended(exchange.id, status, took_s)
         self.exchanges.discard(exchange)

@@ -7,8 +7,8 @@ all there is. Blocks of prompts on their way are expected for a while: their eve
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -133,7 +133,7 @@ class Beliefs:
             return
         if self._context is None:
             self._context = zmq.Context()
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         replays = bool(source.replay_endpoint)
         feed = Feed(self.blocks, worker.name, replays=replays, now_s=now_s)
         try:
@@ -156,7 +156,7 @@ class Beliefs:
 
     def tick(self) -> None:
         """About once a second."""
-        self._expected.sweep(asyncio.get_running_loop().time())
+        self._expected.sweep(time.monotonic())
         for followed in list(self._followed.values()):
             followed.tick()
 

@@ -7,6 +7,7 @@ check AND sends no byte of any answer for `hung_after_s` has its requests ended.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -42,10 +43,9 @@ class Checks:
         self._tasks.clear()
 
     async def _watch(self, worker: Worker) -> None:
-        loop = asyncio.get_running_loop()
-        good_s, count = loop.time(), 0
+        good_s, count = time.monotonic(), 0
         while True:
-            begun_s = loop.time()
+            begun_s = time.monotonic()
             left_s = worker.hung_after_s - (begun_s - max(good_s, worker.pool.heard_s))
             timeout_s = self._settings.check_timeout_s
             if left_s > 0:
@@ -59,16 +59,16 @@ class Checks:
                 why = "no answer to a check" if timed_out else f"no connection: {error}"
                 hung = timed_out
             if not hung:
-                good_s = loop.time()
+                good_s = time.monotonic()
             if why:
                 self._fleet.went_down(worker, why)
             else:
                 self._fleet.came_up(worker)
-            silent_s = loop.time() - max(good_s, worker.pool.heard_s)
+            silent_s = time.monotonic() - max(good_s, worker.pool.heard_s)
             if hung and silent_s >= worker.hung_after_s:
                 self._fleet.hangs(worker)
             count += 1
-            passed_s = loop.time() - begun_s
+            passed_s = time.monotonic() - begun_s
             if not hung:  # one that gave no answer is asked again at once
                 await asyncio.sleep(max(0.0, self._settings.check_interval_s - passed_s))
 

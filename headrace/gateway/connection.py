@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -59,10 +60,11 @@ class Client(asyncio.Protocol):
         self._serving: Serving | None = None
         self._answering = self._chunked = self._chunks = False
         self._keep, self._last = True, False  # last: nothing behind this answer
-        self._since_s = asyncio.get_running_loop().time()
+        self._since_s = time.monotonic()
         self._receiving = False
-        self._unparsed_bytes = self._head_bytes = 0
+        self._unparsed_bytes = 0
         self._in_head = True
+        self._target, self._headers = b"", Headers()
         self._taken_s, self._unsent_bytes = self._since_s, 0
 
     # ------------------------------------------------------------ asyncio
@@ -90,6 +92,7 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._last:
             return
+        self._large = self._unparsed_bytes + len(data) > MAX_HEAD_BYTES  # a head may be too large
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -103,28 +106,30 @@ class Client(asyncio.Protocol):
                 self.abort()
         else:
             self._unparsed_bytes = self._unparsed_bytes + len(data) if self._in_head else 0
-            if self._unparsed_bytes > MAX_HEAD_BYTES + READ_BYTES:
+            if self._large and self._in_head and self._head_too_large():
                 self._refuse(InvalidRequest("the headers are too large"))
 
     # ------------------------------------------------------------ httptools
 
     def on_message_begin(self) -> None:
-        self._target, self._headers, self._body = b"", Headers(), bytearray()
-        self._in_head, self._receiving, self._head_bytes = True, True, 0
-        self._since_s = asyncio.get_running_loop().time()
+        self._target, self._headers = b"", Headers()
+        self._parts: list[bytes] = []
+        self._body_bytes = 0
+        self._in_head = self._receiving = True
+        self._since_s = time.monotonic()
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._parser.should_upgrade():
             return  # the parser stops here and raises HttpParserUpgrade
         self._in_head = False
+        if self._large and self._head_too_large():
+            raise InvalidRequest("the headers are too large")
         self._known = dict(self._headers)
         size = self._known.get(b"content-length", b"0")
         if size.isdigit() and int(size) > self._max_body_bytes:
@@ -133,8 +138,9 @@ class Client(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        self._body += body
-        if len(self._body) + self._waiting_bytes > self._max_body_bytes:
+        self._parts.append(body)
+        self._body_bytes += len(body)
+        if self._body_bytes + self._waiting_bytes > self._max_body_bytes:
             raise TooLarge(f"the body has more than {self._max_body_bytes} bytes")
 
     def on_message_complete(self) -> None:
@@ -144,7 +150,8 @@ class Client(asyncio.Protocol):
         if len(self._waiting) >= MAX_PIPELINED:
             raise InvalidRequest("too many pipelined requests")
         self._keep = self._keep and self._parser.should_keep_alive()
-        body = bytes(self._body)
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts = []
         self._waiting_bytes += len(body)
         path = self._target.partition(b"?")[0].decode("latin-1")
         request = Request(
@@ -160,10 +167,10 @@ class Client(asyncio.Protocol):
         if not self._answering:
             self._next()
 
-    def _count(self, part_bytes: int) -> None:
-        self._head_bytes += part_bytes
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise InvalidRequest("the headers are too large")
+    def _head_too_large(self) -> bool:
+        """Counted only where so much came without a whole head, not header by header."""
+        head_bytes = len(self._target) + sum(len(n) + len(v) + 4 for n, v in self._headers)
+        return head_bytes > MAX_HEAD_BYTES or self._unparsed_bytes > MAX_HEAD_BYTES + READ_BYTES
 
     def _decline(self, rest: bytes) -> None:
         """The client would also speak another protocol: go on in this one (RFC 9110, 7.8)."""
@@ -183,28 +190,30 @@ class Client(asyncio.Protocol):
         request = self._waiting.popleft()
         self._waiting_bytes -= len(request.body)
         self._answering, self._chunks = True, request.chunks
-        self._taken_s = asyncio.get_running_loop().time()
+        self._taken_s = time.monotonic()
         serving = self._handle(self, request)
         if self._answering:
             self._serving = serving
 
-    def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole answer."""
-        sized = [*headers, (b"content-length", b"%d" % len(body))]
-        self._transport.write(head(status, self._connection(sized)) + body)
+    def answer(self, status: int, headers: Headers, body: bytes, more: bytes = b"") -> None:
+        """A whole answer. more: headers as they are written, each with its end of line."""
+        last = b"content-length: %d\r\n" % len(body)
+        self._transport.write(head(status, headers, more, last + self._connection()) + body)
         self._over()
 
-    def refuse(self, error: HeadraceError, path: str, headers: Headers) -> None:
-        """A whole answer that says what is wrong."""
+    def refuse(self, error: HeadraceError, path: str, more: bytes = b"") -> None:
+        """A whole answer that says what is wrong. more: see `answer`."""
         body = msgspec.json.encode(body_of(error, path))
-        self.answer(error.status, [JSON, *headers_of(error), *headers], body)
+        self.answer(error.status, [JSON, *headers_of(error)], body, more)
 
-    def begin(self, status: int, headers: Headers, data: bytes) -> None:
-        """The head of an answer whose length nobody knows, and its first bytes."""
+    def begin(self, status: int, headers: Headers, data: bytes, more: bytes = b"") -> None:
+        """The head of an answer whose length nobody knows, and its first bytes. more: see
+        `answer`.
+        """
         self._chunked = self._chunks
         self._keep = self._keep and self._chunks
-        framed = [*headers, (b"transfer-encoding", b"chunked")] if self._chunked else headers
-        self._transport.write(head(status, self._connection(framed)) + self._frame(data))
+        last = (b"transfer-encoding: chunked\r\n" if self._chunked else b"") + self._connection()
+        self._transport.write(head(status, headers, more, last) + self._frame(data))
 
     def send(self, data: bytes) -> None:
         """More of it."""
@@ -224,12 +233,12 @@ class Client(asyncio.Protocol):
     def _frame(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked and data else data
 
-    def _connection(self, headers: Headers) -> Headers:
-        return headers if self._keep or self._waiting else [*headers, (b"connection", b"close")]
+    def _connection(self) -> bytes:
+        return b"" if self._keep or self._waiting else b"connection: close\r\n"
 
     def _over(self) -> None:
         self._serving, self._answering, self._chunked = None, False, False
-        self._since_s = asyncio.get_running_loop().time()
+        self._since_s = time.monotonic()
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._next_if_open)
         elif not self._keep or self._last:
@@ -245,7 +254,7 @@ class Client(asyncio.Protocol):
         if self._answering or self._waiting:
             return
         self._chunked = False
-        self.refuse(error, "", [])
+        self.refuse(error, "")
 
     # ------------------------------------------------------------ time
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +13,7 @@ from headrace.errors import HeadraceError, QueueFull, RateLimited, TimedOut, Wor
 from headrace.gateway.answers import MESSAGES, event_of
 from headrace.gateway.connection import Client, Request
 from headrace.gateway.fleet import NoRoom, Placement
+from headrace.gateway.headers import LIMITS, request_head, request_id, sent_back
 from headrace.gateway.limits import Reservation
 from headrace.gateway.prompt import Prompt
 from headrace.gateway.queue import Waiting
@@ -26,14 +27,6 @@ if TYPE_CHECKING:
 
 RETRIED = frozenset({502, 503, 504})  # another worker may do better
 MAX_HELD_BYTES = 2**20  # of an answer that is no stream; a longer one passes as it comes
-NOT_SENT_ON = frozenset(
-    b"host connection keep-alive proxy-authorization proxy-authenticate proxy-connection te "
-    b"trailer transfer-encoding upgrade content-length expect accept-encoding x-request-id".split()
-)
-NOT_SENT_BACK = frozenset(
-    b"connection keep-alive transfer-encoding content-length x-request-id trailer".split()
-)
-KEYS = frozenset({b"authorization", b"x-api-key"})
 STATUS_OF = {
     "invalid_request_error": 400,
     "authentication_error": 401,
@@ -55,28 +48,32 @@ class Exchange:
     def __init__(self, gateway: Gateway, client: Client, request: Request, tenant: Tenant) -> None:
         self._gateway, self._client, self._request = gateway, client, request
         self._tenant = tenant
-        self._reservation: Reservation | None = None
-        self._waiting: Waiting | None = None
-        self._usage: Usage | None = None
         self.id = request_id(request)
-        self.since_s = asyncio.get_running_loop().time()
-        self.worker: Worker | None = None
-        self._placement: Placement | None = None
-        self._upstream: Upstream | None = None
-        self._connecting: asyncio.Task[None] | None = None
+        self.since_s = time.monotonic()
         self._tried: set[str] = set()
-        self._deaths = 0  # workers that died over this request
-        self._over = self._begun = False  # begun: the client got a byte
-        self._slow = False
-        self._reset()
+
+    # What most requests never change is found on the class.
+    worker: Worker | None = None
+    _reservation: Reservation | None = None
+    _waiting: Waiting | None = None
+    _usage: Usage | None = None
+    _placement: Placement | None = None
+    _upstream: Upstream | None = None
+    _connecting: asyncio.Task[None] | None = None
+    _deaths = 0  # workers that died over this request
+    _over = _begun = False  # begun: the client got a byte
+    _slow = False
+    # Of an attempt; `_reset` forgets them.
+    _status = 0
+    _headers: Headers = []  # noqa: RUF012 - replaced, never changed
+    _events: EventStream | None = None
+    _held = b""
+    _stale_once = True
 
     def _reset(self) -> None:
         """Forget the answer of an attempt."""
-        self._status = 0
-        self._headers: Headers = []
-        self._events: EventStream | None = None
-        self._held = bytearray()
-        self._stale_once = True
+        self._status, self._headers, self._held = 0, [], b""
+        self._events, self._stale_once = None, True
 
     # ------------------------------------------------------------ to the worker
 
@@ -87,7 +84,29 @@ class Exchange:
             self._prompt: Prompt = self._gateway.reader.read(
                 request.path, request.body, request.known
             )
-            self._reserve()
+        except HeadraceError as error:
+            self._refuse(error)
+            return
+        # What it may use is taken from its tenant's limits, all of it before anything runs.
+        tokens = self._prompt.prompt_tokens + self._prompt.output_tokens
+        account, ledger = self._tenant.account, self._gateway.ledger
+        if ledger is not None and account.limited:
+            ledger.reserve(self._tenant.name, account, tokens, self._admitted)
+        else:
+            self._admitted(account.reserve(tokens, self.since_s))
+
+    def _admitted(self, got: Reservation | RateLimited) -> None:
+        """The limits have spoken."""
+        if isinstance(got, RateLimited):
+            if not self._over:
+                self._gateway.metrics.limited.add(self._tenant.name)
+                self._refuse(got)
+            return
+        if self._over:  # the client left meanwhile
+            got.settle(0, time.monotonic())
+            return
+        self._reservation = got
+        try:
             if self._gateway.queue.waits_for(self._prompt.model):
                 self._wait()
                 self._gateway.pump_soon()
@@ -95,16 +114,6 @@ class Exchange:
                 self._place_or_wait()
         except HeadraceError as error:
             self._refuse(error)
-
-    def _reserve(self) -> None:
-        """Take what it may use from its tenant's limits, all of it before anything runs."""
-        prompt = self._prompt
-        tokens = prompt.prompt_tokens + prompt.output_tokens
-        try:
-            self._reservation = self._tenant.account.reserve(tokens, self.since_s)
-        except RateLimited:
-            self._gateway.metrics.limited.labels(self._tenant.name).inc()
-            raise
 
     def _place_or_wait(self) -> None:
         try:
@@ -123,7 +132,7 @@ class Exchange:
             late.retry_after_s = math.ceil(expected_s - tier.queue_s)
             raise late
         self.worker = None
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         self._waiting = Waiting(
             self._tenant.name,
             self._prompt.model,
@@ -138,7 +147,7 @@ class Exchange:
     def _go(self) -> bool:
         """A worker may have room. Whether it waits no more."""
         assert self._waiting is not None, "it waits"
-        waited_s = asyncio.get_running_loop().time() - self._waiting.since_s
+        waited_s = time.monotonic() - self._waiting.since_s
         try:
             self._place()
         except NoRoom:
@@ -185,15 +194,16 @@ class Exchange:
     def _send(self, connection: Upstream) -> None:
         assert self.worker is not None, "placed"
         self._upstream = connection
-        request, spec = self._request, self.worker.spec
-        drop = NOT_SENT_ON | KEYS if spec.api_key or self._gateway.doorkeeper.keyed else NOT_SENT_ON
-        lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (request.method, request.target, self.worker.host)]
-        lines += [b"%b: %b" % pair for pair in request.headers if pair[0] not in drop]
-        if spec.api_key:
-            lines.append(b"authorization: Bearer " + spec.api_key.encode())
-        body = self._prompt.body
-        lines.append(b"x-request-id: %b\r\ncontent-length: %d" % (self.id.encode(), len(body)))
-        connection.ask(b"\r\n".join(lines) + b"\r\n\r\n" + body, self)
+        spec = self.worker.spec
+        head = request_head(
+            self._request,
+            self.worker.host,
+            self.id.encode(),
+            len(self._prompt.body),
+            spec.api_key.encode(),
+            keyed=self._gateway.doorkeeper.keyed,
+        )
+        connection.ask(head + self._prompt.body, self)
         if self._slow:
             connection.pause(True)
 
@@ -202,9 +212,11 @@ class Exchange:
     def began(self, status: int, headers: Headers) -> None:
         """The head of an answer."""
         self._status, self._headers = status, headers
-        kind = dict(headers).get(b"content-type", b"")
-        if status == 200 and kind.startswith(b"text/event-stream"):
-            self._events = EventStream(self._prompt.strip_usage)
+        if status != 200:
+            return
+        for name, value in headers:
+            if name == b"content-type" and value.startswith(b"text/event-stream"):
+                self._events = EventStream(self._prompt.strip_usage)
 
     def said(self, data: bytes) -> None:
         """A piece of it."""
@@ -217,8 +229,8 @@ class Exchange:
         else:
             self._held += data
             if len(self._held) > MAX_HELD_BYTES:
-                self._begin(self._status, self._headers, bytes(self._held))
-                self._held.clear()
+                held, self._held = self._held, b""
+                self._begin(self._status, self._headers, held)
 
     def _relay(self, events: EventStream, data: bytes) -> None:
         if self._begun:
@@ -230,7 +242,7 @@ class Exchange:
             self._first_is_error(events.error)
             return
         if events.events and self._placement is not None:
-            self._placement.lease.begin(asyncio.get_running_loop().time())
+            self._placement.lease.begin(time.monotonic())
         self._begin(200, self._headers, data)
 
     def _first_is_error(self, error: dict[str, object]) -> None:
@@ -257,8 +269,8 @@ class Exchange:
             return
         assert self.worker is not None, "placed"
         if self._status >= 500 and not self._is_busy():
-            self.worker.breaker.failed(asyncio.get_running_loop().time())
-            self._gateway.metrics.failures.labels(self.worker.name, str(self._status)).inc()
+            self.worker.breaker.failed(time.monotonic())
+            self._gateway.metrics.failures.add(self.worker.name, str(self._status))
         elif self._events is None or self._events.error is None:
             self.worker.breaker.succeeded()
         if self._events is not None:
@@ -269,9 +281,8 @@ class Exchange:
         elif self._may_retry(self._status):
             self._retry(str(self._status), count=False)
         else:
-            body = bytes(self._held)
-            self._settle(body)
-            self._answer(self._status, self._headers, body)
+            self._settle(self._held)
+            self._answer(self._status, self._headers, self._held)
 
     def _stream_ended(self, events: EventStream) -> None:
         assert self.worker is not None, "placed"
@@ -287,7 +298,7 @@ class Exchange:
         if events.error is not None:
             self._count_stream_error()
         elif not events.ended:
-            self._gateway.metrics.endless.labels(self.worker.name).inc()
+            self._gateway.metrics.endless.add(self.worker.name)
         self._client.finish(rest)
         self._finish(self._status)
 
@@ -313,8 +324,8 @@ class Exchange:
     def _fail(self, kind: str, reason: str) -> None:
         """This attempt is lost: another, or an error."""
         assert self.worker is not None, "placed"
-        self.worker.breaker.failed(asyncio.get_running_loop().time())
-        self._gateway.metrics.failures.labels(self.worker.name, kind).inc()
+        self.worker.breaker.failed(time.monotonic())
+        self._gateway.metrics.failures.add(self.worker.name, kind)
         if not self._begun and self._may_retry(502) and self._deaths < 2:
             self._retry(kind, count=True)  # a request that kills workers gets no third one
             return
@@ -325,7 +336,7 @@ class Exchange:
             self._client.abort()  # its length was announced: only the end of the line is honest
             self._finish(502)
         else:
-            self._gateway.metrics.endless.labels(self.worker.name).inc()
+            self._gateway.metrics.endless.add(self.worker.name)
             apart = b"\n\n" if self._events.inside else b""
             self._client.finish(apart + event_of(error, self._request.path))
             self._finish(502)
@@ -336,14 +347,14 @@ class Exchange:
 
     def _retry(self, kind: str, *, count: bool) -> None:
         """Place it again, elsewhere. What the last worker said is told if there is nowhere."""
-        status, headers, held = self._status, self._headers, bytes(self._held)
+        status, headers, held = self._status, self._headers, self._held
         if self._placement is not None:
             self._placement.lease.end()
             self._gateway.pump_soon()
         try:
             self._reset()
             self._place_or_wait()
-            self._gateway.metrics.retries.inc()
+            self._gateway.metrics.retries.add()
         except HeadraceError as error:
             if count or not held:
                 self._refuse(
@@ -360,30 +371,24 @@ class Exchange:
 
     def _begin(self, status: int, headers: Headers, data: bytes) -> None:
         self._begun = True
-        self._gateway.metrics.ttfb_s.observe(asyncio.get_running_loop().time() - self.since_s)
-        sent = self._sent_back(headers)
-        if self._events is not None:
-            sent.append((b"x-accel-buffering", b"no"))
-        self._client.begin(status, sent, data)
-
-    def _sent_back(self, headers: Headers) -> Headers:
-        drop = NOT_SENT_BACK | {b"x-accel-buffering"}
+        self._gateway.metrics.ttfb_s.observe(time.monotonic() - self.since_s)
         own = self._own_headers()
-        if len(own) > 1:
-            headers = [pair for pair in headers if not pair[0].startswith(b"x-ratelimit-")]
-        return [*(pair for pair in headers if pair[0] not in drop), *own]
+        sent = sent_back(headers, limited=LIMITS in own)
+        if self._events is not None:
+            own += b"x-accel-buffering: no\r\n"
+        self._client.begin(status, sent, data, own)
 
-    def _own_headers(self) -> Headers:
-        """The request's id and what is left of its tenant's limits."""
-        limits = self._tenant.account.headers(asyncio.get_running_loop().time())
-        return [(b"x-request-id", self.id.encode()), *limits]
+    def _own_headers(self) -> bytes:
+        """The request's id and what is left of its tenant's limits, as they are written."""
+        limits = self._tenant.account.headers(time.monotonic())
+        return b"x-request-id: %b\r\n%b" % (self.id.encode(), limits)
 
     def _answer(self, status: int, headers: Headers, body: bytes) -> None:
         self._begun = True
-        self._gateway.metrics.ttfb_s.observe(asyncio.get_running_loop().time() - self.since_s)
-        sent = self._sent_back(headers)
+        self._gateway.metrics.ttfb_s.observe(time.monotonic() - self.since_s)
+        own = self._own_headers()
         self._finish(status)
-        self._client.answer(status, sent, body)
+        self._client.answer(status, sent_back(headers, limited=LIMITS in own), body, own)
 
     def _refuse(self, error: HeadraceError) -> None:
         self._finish(error.status)
@@ -437,7 +442,7 @@ class Exchange:
 
     def _count_stream_error(self) -> None:
         assert self.worker is not None, "placed"
-        self._gateway.metrics.stream_errors.labels(self.worker.name).inc()
+        self._gateway.metrics.stream_errors.add(self.worker.name)
 
     def _settle(self, body: bytes) -> None:
         """Read the usage of an answer that is no stream."""
@@ -467,7 +472,7 @@ class Exchange:
         if self._reservation is not None:
             tokens, output_tokens = self._used_tokens(status)
             self._gateway.queue.serve(self._tenant.name, 0, output_tokens)
-            self._reservation.settle(tokens, asyncio.get_running_loop().time())
+            self._reservation.settle(tokens, time.monotonic())
         self._gateway.ended(self, status)
 
     def _used_tokens(self, status: int) -> tuple[int, int]:
@@ -484,12 +489,3 @@ class Exchange:
         if status == 200:
             return self._reservation.tokens, self._prompt.output_tokens
         return 0, 0
-
-
-def request_id(request: Request) -> str:
-    """The client's own, if it is fit for a header and a path; else a new one."""
-    given = request.known.get(b"x-request-id", b"").decode("latin-1")
-    fit = (
-        0 < len(given) <= 128 and all(c.isalnum() or c in "-_.:" for c in given) and given.isascii()
-    )
-    return given if fit else secrets.token_hex(16)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from headrace.errors import NotFound, NoWorker, TargetMissed
+from headrace.errors import HeadraceError, NotFound, NoWorker, TargetMissed
 from headrace.gateway.beliefs import Beliefs
 from headrace.gateway.event_feed import State
 from headrace.gateway.load import Lease
@@ -47,6 +48,7 @@ class Fleet:
         self._knobs = Knobs(affinity=settings.affinity, decode_weight=settings.decode_weight)
         self._random = random.Random()
         self._placed = 0
+        self._begun = False  # the first list of workers is here
         self.index = PrefixIndex(settings.index_bytes)
         self.beliefs = Beliefs(settings, self.index)
         self.workers: dict[str, Worker] = {}
@@ -66,9 +68,10 @@ class Fleet:
         for name, spec in wanted.items():
             if name not in self.workers:
                 log.info("worker %s comes", name)
-                self.workers[name] = Worker(spec, self._settings)
+                self.workers[name] = Worker(spec, self._settings, new=self._begun)
                 self.index.add_worker(name)
                 self.beliefs.add_worker(name)
+        self._begun = True
 
     def models(self) -> dict[str, object]:
         """What workers say of their models; a model of several is told once."""
@@ -83,17 +86,18 @@ class Fleet:
 
         Raises NotFound, NoRoom, NoWorker or TargetMissed.
         """
-        now_s = asyncio.get_running_loop().time()
-        serving = [worker for worker in self.workers.values() if worker.serves(prompt.model)]
-        able = [w for w in serving if w.may_take(now_s) and w.name not in tried]
-        free = [worker for worker in able if worker.has_room]
+        now_s = time.monotonic()
+        free = [
+            worker
+            for worker in self.workers.values()
+            if worker.serves(prompt.model)
+            and worker.may_take(now_s)
+            and worker.has_room
+            and worker.name not in tried
+        ]
         if not free:
-            if able:
-                raise NoRoom("every worker has as many requests as it takes at once")
-            if not serving and any(worker.models for worker in self.workers.values()):
-                raise NotFound(f"no worker serves the model {prompt.model!r}", param="model")
-            raise NoWorker("no worker can take this request now")
-        view = FleetView(tuple(worker.view(now_s) for worker in free))
+            raise self._nowhere(prompt, tried, now_s)
+        view = FleetView(tuple([worker.view(now_s) for worker in free]))
         cached, states = self.beliefs.cached(prompt, free)
         if prompt.ttft_target_s:
             self._check_target(prompt, view, cached)
@@ -122,6 +126,15 @@ class Fleet:
             self.beliefs.placed(prompt, worker, now_s, computed_s)
         return Placement(worker, lease, view, choice, cached, states)
 
+    def _nowhere(self, prompt: Prompt, tried: Collection[str], now_s: float) -> HeadraceError:
+        """Why no worker is there for it."""
+        serving = [worker for worker in self.workers.values() if worker.serves(prompt.model)]
+        if any(w.may_take(now_s) and w.name not in tried for w in serving):
+            return NoRoom("every worker has as many requests as it takes at once")
+        if not serving and any(worker.models for worker in self.workers.values()):
+            return NotFound(f"no worker serves the model {prompt.model!r}", param="model")
+        return NoWorker("no worker can take this request now")
+
     def _check_target(self, prompt: Prompt, view: FleetView, cached: Sequence[int]) -> None:
         """Refuse early what would be late everywhere."""
         predicted_s = min(
@@ -142,7 +155,8 @@ class Fleet:
             return
         log.info("worker %s is up: %s", worker.name, ", ".join(worker.models) or "no model")
         worker.up, worker.why = True, ""
-        worker.up_since_s = asyncio.get_running_loop().time()
+        worker.up_since_s = time.monotonic() if worker.new else -math.inf
+        worker.new = True
         worker.breaker.succeeded()
         self.index.forget(worker.name)
         self.beliefs.came_up(worker)

@@ -104,7 +104,7 @@ class Lease:
         self.prompt_tokens, self.uncached_tokens = prompt_tokens, uncached_tokens
         self._begun = False
         worker.added(self, number)
-        self._before_tokens = worker.left_tokens(now_s)
+        self._before_tokens = worker.left_tokens(now_s) if silent else 0
 
     def begin(self, now_s: float) -> None:
         """The first token came. A second call, or one behind the end, does nothing."""

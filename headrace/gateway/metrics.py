@@ -1,11 +1,19 @@
-"""What /metrics of the gateway says. Gauges are read from the fleet when somebody asks."""
+"""What /metrics of the gateway says. Numbers are kept as plain dicts and lists, for a request
+changes a dozen of them: prometheus_client writes them out when somebody asks. Gauges are read then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from headrace.gateway.fleet import Fleet
@@ -14,6 +22,56 @@ from headrace.gateway.worker import Worker
 from headrace.observe.histogram import FINE, WORK
 
 NAME = "headrace_gateway"
+
+
+class Count:
+    """A counter. Its children are found by one dict lookup. For one thread."""
+
+    __slots__ = ("_labels", "_name", "_text", "values")
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        self._name, self._text, self._labels = f"{NAME}_{name}", text, tuple(labels)
+        self.values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
+
+    def add(self, *labels: str, by: float = 1.0) -> None:
+        """Count something under its labels, in the order of their names."""
+        values = self.values
+        values[labels] = values.get(labels, 0.0) + by
+
+    def metric(self) -> Metric:
+        """As prometheus_client writes it."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, value in self.values.items():
+            assert len(labels) == len(self._labels), f"{self._name}: {labels}"
+            family.add_metric(labels, value)
+        return family
+
+
+class Spread:
+    """A histogram with fixed bounds. For one thread."""
+
+    __slots__ = ("_bounds", "_name", "_text", "counts", "sum")
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds = f"{NAME}_{name}", text, bounds
+        self.counts = [0] * (len(bounds) + 1)  # [bucket], each alone
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def metric(self) -> Metric:
+        """As prometheus_client writes it: buckets hold all below their bound."""
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        total, buckets = 0, []
+        for name, count in zip(names, self.counts, strict=True):
+            total += count
+            buckets.append((name, float(total)))
+        family = HistogramMetricFamily(self._name, self._text)
+        family.add_metric([], buckets, self.sum)
+        return family
 
 
 class _FleetGauges(Collector):
@@ -68,19 +126,31 @@ class _FleetGauges(Collector):
         yield events
 
 
+class _Numbers(Collector):
+    def __init__(self) -> None:
+        self.all: list[Count | Spread] = []
+
+    def collect(self) -> Iterator[Metric]:
+        for number in self.all:
+            yield number.metric()
+
+
 class GatewayMetrics:
     """Counters and histograms of one gateway process."""
 
     def __init__(self, fleet: Fleet, queue: Queue) -> None:
         self.registry = registry = CollectorRegistry()
-        self._children: dict[tuple[object, ...], Counter] = {}
-        registry.register(_FleetGauges(fleet, queue))
+        numbers = _Numbers()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{NAME}_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Count:
+            made = Count(name, text, labels)
+            numbers.all.append(made)
+            return made
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = FINE) -> Histogram:
-            return Histogram(f"{NAME}_{name}", text, registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = FINE) -> Spread:
+            made = Spread(name, text, buckets)
+            numbers.all.append(made)
+            return made
 
         self.requests = counter("requests", "requests, by status (499: client gone)", "status")
         self.limited = counter("limited", "requests over a limit of their tenant", "tenant")
@@ -104,14 +174,8 @@ class GatewayMetrics:
         self.decide_s = histogram("decide_seconds", "body read to worker chosen", WORK)
         self.ttfb_s = histogram("first_byte_seconds", "request whole to first byte of the answer")
         self.e2e_s = histogram("request_seconds", "request whole to the end of the answer")
-
-    def count(self, counter: Counter, *labels: str, by: float = 1.0) -> None:
-        """Add to a counter with labels; finding its child costs a dict lookup here."""
-        key = (counter, *labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = counter.labels(*labels)
-        child.inc(by)
+        registry.register(_FleetGauges(fleet, queue))
+        registry.register(numbers)
 
     def expose(self) -> bytes:
         """The text for /metrics."""

@@ -18,14 +18,9 @@ Policy = Callable[[FleetView, Ask, Knobs], Choice]
 RING_POINTS = 256  # of one worker on the ring of chwbl
 
 
-def decode_load(worker: WorkerView, knobs: Knobs) -> float:
-    """What its running decodes are worth, in prefill tokens."""
-    return knobs.decode_weight * worker.decode_tokens
-
-
 def load(worker: WorkerView, knobs: Knobs) -> float:
     """The work that stands before a request that comes now, in prefill tokens."""
-    return worker.pending_tokens + decode_load(worker, knobs)
+    return worker.pending_tokens + knobs.decode_weight * worker.decode_tokens
 
 
 def predicted_ttft_s(worker: WorkerView, uncached_tokens: int, knobs: Knobs) -> float:
@@ -38,6 +33,8 @@ def predicted_ttft_s(worker: WorkerView, uncached_tokens: int, knobs: Knobs) -> 
 def _lowest(scores: Sequence[float], workers: Sequence[WorkerView], *, cold: bool = False) -> int:
     """The index of the lowest score; among equals the one that was chosen longest ago."""
     best = min(scores)
+    if scores.count(best) == 1:
+        return scores.index(best)
     tied = [i for i, score in enumerate(scores) if score == best]
     return min(tied, key=lambda i: (cold and workers[i].last_cold, workers[i].last_placed, i))
 
@@ -175,12 +172,14 @@ def token_cost(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
     longest = max(ask.cached_tokens)
     cold = longest <= knobs.cold_share * own
     if cold or not knobs.affinity:
-        scores = tuple((load(worker, knobs) + own) / worker.warm for worker in view.workers)
+        scores = tuple([(load(worker, knobs) + own) / worker.warm for worker in view.workers])
         return Choice(_lowest(scores, view.workers, cold=True), "cold", scores, cold=cold)
     a = knobs.affinity
     scores = tuple(
-        ((1.0 - a) * load(worker, knobs) + a * (own - cached)) / worker.warm
-        for worker, cached in zip(view.workers, ask.cached_tokens, strict=True)
+        [
+            ((1.0 - a) * load(worker, knobs) + a * (own - cached)) / worker.warm
+            for worker, cached in zip(view.workers, ask.cached_tokens, strict=True)
+        ]
     )
     index = _lowest(scores, view.workers)
     if ask.cached_tokens[index] == longest:

@@ -90,8 +90,8 @@ class PromptReader:
         salt = said.cache_salt if isinstance(said.cache_salt, str) else ""
         ratio = self._ratios.get(model, BYTES_PER_TOKEN)
         parts = (said.tools, said.system, said.instructions, said.messages, said.prompt, said.input)
-        text = b"".join(bytes(part) for part in parts)
-        ids = _ids(bytes(said.prompt))
+        text = b"".join(parts)
+        ids = _ids(bytes(said.prompt)) if said.prompt else None
         root = root_of(model, salt=salt)
         if ids is None:
             chain = text_chain(text[:MAX_CHAIN_BYTES], root)
@@ -102,6 +102,7 @@ class PromptReader:
         streams = said.stream is True
         sent, strip = self._asking(path, body, said) if streams else (body, False)
         session = headers.get(b"x-session-id", b"").decode("latin-1")
+        target = headers.get(b"x-slo-ttft-ms")
         return Prompt(
             model=model,
             body=sent,
@@ -113,7 +114,7 @@ class PromptReader:
             chain=chain,
             chunk_tokens=chunk_tokens,
             session=session or _text(said.session_id) or _text(said.user),
-            ttft_target_s=_target_s(headers.get(b"x-slo-ttft-ms", b"")),
+            ttft_target_s=_target_s(target) if target else 0.0,
             prefix_key=text[:CHUNK_BYTES],
             salt=salt,
             ids=ids,
@@ -148,15 +149,15 @@ def _output_tokens(path: str, said: _Body) -> int:
     """The most that it may generate, as it says."""
     if path not in GENERATES:
         return 0
-    limits = (said.max_tokens, said.max_completion_tokens, said.max_output_tokens)
-    counts = [n for n in limits if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    most = -1
+    for limit in (said.max_tokens, said.max_completion_tokens, said.max_output_tokens):
+        if limit is not None and type(limit) is int and limit > most:
+            most = limit
     n = said.n if isinstance(said.n, int) and 1 <= said.n <= 1024 else 1
-    return n * (max(counts) if counts else DEFAULT_OUTPUT_TOKENS)
+    return n * (most if most >= 0 else DEFAULT_OUTPUT_TOKENS)
 
 
 def _target_s(text: bytes) -> float:
-    if not text:
-        return 0.0
     if not text.isdigit() or len(text) > 9:
         raise InvalidRequest("x-slo-ttft-ms: whole milliseconds", param="x-slo-ttft-ms")
     return int(text) / 1000

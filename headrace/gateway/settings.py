@@ -65,6 +65,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     shutdown_timeout_s: Seconds = 30.0
     ask_usage: bool = True
     decisions: Natural = 2000
+    redis_url: str = ""
+    redis_timeout_s: SomeSeconds = 0.05
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -96,6 +98,10 @@ HELP: Mapping[str, str] = {
     "shutdown_timeout_s": "after SIGTERM, running requests have this long to end",
     "ask_usage": "ask workers for the usage of streams; the client sees it only if it asked too",
     "decisions": "newest decisions kept for /gateway/decisions",
+    "redis_url": "redis://HOST:PORT of a Redis or Valkey server through which several gateways "
+    "share the limits of tenants; empty = every gateway has limits of its own",
+    "redis_timeout_s": "a server of limits that takes longer is lost: each gateway then goes on "
+    "with an even share of the limits",
     "log_level": "least severe message that is printed",
 }
 assert set(HELP) == set(GatewaySettings.__struct_fields__), "every setting needs one help line"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Any, Protocol, cast
 
 import httptools
 
 MAX_HEAD_BYTES = 64 * 1024
+SIZES = (b"content-length", b"transfer-encoding")  # say where a body ends
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 
@@ -29,6 +31,7 @@ class Upstream(asyncio.Protocol):
         self._pool = pool
         self._answer: Answer | None = None
         self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)  # of all its answers, one by one
         self._used = False
         self._heard = False  # a byte of this answer came
 
@@ -41,7 +44,6 @@ class Upstream(asyncio.Protocol):
         assert self._answer is None, "one request at a time"
         assert self._transport is not None, "connected"
         self._answer, self._heard, self._last = answer, False, last
-        self._parser = httptools.HttpResponseParser(self)
         self._status = 0
         self._parts: list[bytes] = []
         self._headers: Headers = []
@@ -123,9 +125,10 @@ class Upstream(asyncio.Protocol):
             self._headers.clear()
             return
         self._status = status
-        names = {name for name, _ in self._headers}
-        self._sized = b"content-length" in names or b"transfer-encoding" in names
-        self._sized = self._sized or status in (204, 304)
+        self._sized = status in (204, 304)
+        for name, _ in self._headers:
+            if name in SIZES:
+                self._sized = True
         if self._answer is not None:
             self._answer.began(status, self._headers)
 
@@ -149,7 +152,7 @@ class Pool:
 
     def heard(self) -> None:
         """A byte came: whoever sends lives."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = time.monotonic()
 
     def take(self) -> Upstream | None:
         """An idle connection, the one used last."""

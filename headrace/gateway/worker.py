@@ -14,8 +14,12 @@ MIN_WARM = 0.05
 class Worker(Load):
     """Its load, its connections, its health."""
 
-    def __init__(self, spec: WorkerSpec, settings: GatewaySettings) -> None:
+    def __init__(self, spec: WorkerSpec, settings: GatewaySettings, *, new: bool = True) -> None:
+        """new: it comes while the gateway runs. Nobody knows how long one has been up that was
+        there before, so that one gets its full share at once.
+        """
         super().__init__()
+        self.new = new
         self.spec = spec
         self.name = spec.url.rstrip("/")
         host, port = spec.address
@@ -35,7 +39,9 @@ class Worker(Load):
 
     def may_take(self, now_s: float) -> bool:
         """Whether a new request may go here."""
-        return self.up and not self.draining and not self.gone and self.breaker.admits(now_s)
+        if not self.up or self.draining or self.gone:
+            return False
+        return self.breaker.closed or self.breaker.admits(now_s)
 
     @property
     def has_room(self) -> bool:
@@ -49,8 +55,8 @@ class Worker(Load):
     def view(self, now_s: float) -> WorkerView:
         """What policies see."""
         warm = 1.0
-        if self._slow_start_s:
-            warm = max(MIN_WARM, min(1.0, (now_s - self.up_since_s) / self._slow_start_s))
+        if now_s < self.up_since_s + self._slow_start_s:
+            warm = max(MIN_WARM, round((now_s - self.up_since_s) / self._slow_start_s, 1))
         return WorkerView(
             name=self.name,
             requests=len(self.leases),
@@ -67,9 +73,11 @@ class Worker(Load):
     def added(self, lease: Lease, number: int) -> None:
         """See `Load`."""
         super().added(lease, number)
-        self.breaker.placed()
+        if not self.breaker.closed:
+            self.breaker.placed()
 
     def removed(self, lease: Lease) -> None:
         """See `Load`."""
         super().removed(lease)
-        self.breaker.released()
+        if not self.breaker.closed:
+            self.breaker.released()

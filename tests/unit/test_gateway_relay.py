@@ -522,8 +522,16 @@ async def test_a_decision_tells_what_it_was_made_from() -> None:
         assert await metric(made, "silent_misses_total") == 1
 
 
-async def test_cold_prompts_spread_evenly_at_light_load() -> None:
-    async with Mock() as a, Mock() as b, Mock() as c, Mock() as d, gateway(a, b, c, d) as made:
+@pytest.mark.parametrize("slow_start_s", [0, 10])
+async def test_cold_prompts_spread_evenly_at_light_load(slow_start_s: float) -> None:
+    """From the start on: a gateway that has just begun takes no worker for a new one."""
+    async with (
+        Mock() as a,
+        Mock() as b,
+        Mock() as c,
+        Mock() as d,
+        gateway(a, b, c, d, slow_start_s=slow_start_s) as made,
+    ):
         for i in range(40):
             await call(made.port, chat(f"{i} " * 400))
         assert [len(mock.asked) for mock in (a, b, c, d)] == [10] * 4

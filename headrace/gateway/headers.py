@@ -1,0 +1,53 @@
+"""Which headers go on to a worker, and which of a worker's come back."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import string
+
+from headrace.gateway.connection import Request
+from headrace.gateway.upstream import Headers
+
+NOT_SENT_ON = frozenset(
+    b"host connection keep-alive proxy-authorization proxy-authenticate proxy-connection te "
+    b"trailer transfer-encoding upgrade content-length expect accept-encoding x-request-id".split()
+)
+WITH_KEYS = NOT_SENT_ON | {b"authorization", b"x-api-key"}
+NOT_SENT_BACK = frozenset(
+    b"connection keep-alive transfer-encoding content-length x-request-id trailer "
+    b"x-accel-buffering".split()
+)
+LIMITS = b"x-ratelimit-"
+MAX_ID = 128
+_ONE = secrets.token_hex(10)  # begins the ids that this process makes
+_COUNT = itertools.count()
+_FIT = frozenset((string.ascii_letters + string.digits + "-_.:").encode())
+
+
+def request_head(
+    request: Request, host: bytes, id_: bytes, body_bytes: int, api_key: bytes, *, keyed: bool
+) -> bytes:
+    """The head of what a worker gets. keyed: the client's key is ours, so it is not sent on."""
+    drop = WITH_KEYS if api_key or keyed else NOT_SENT_ON
+    lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (request.method, request.target, host)]
+    lines += [b"%b: %b" % pair for pair in request.headers if pair[0] not in drop]
+    if api_key:
+        lines.append(b"authorization: Bearer " + api_key)
+    lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id_, body_bytes))
+    return b"\r\n".join(lines)
+
+
+def sent_back(headers: Headers, *, limited: bool) -> Headers:
+    """A worker's headers that the client gets. limited: ours say what is left of limits."""
+    if limited:
+        headers = [pair for pair in headers if not pair[0].startswith(LIMITS)]
+    return [pair for pair in headers if pair[0] not in NOT_SENT_BACK]
+
+
+def request_id(request: Request) -> str:
+    """The client's own, if it is fit for a header and a path; else a new one."""
+    given = request.known.get(b"x-request-id", b"")
+    if given and len(given) <= MAX_ID and _FIT.issuperset(given):
+        return given.decode()
+    return f"{_ONE}{next(_COUNT):012x}"
