@@ -38,7 +38,7 @@ export class Chat {
       type: "button",
       class: "quiet",
       text: "New chat",
-      on: { click: () => this.#clear() },
+      on: { click: () => this.#begin() },
     });
     const hint = el("span", { class: "label hint", text: "Enter sends, Shift+Enter breaks" });
     const form = el(
@@ -73,7 +73,11 @@ export class Chat {
     this.#messages = [];
     this.#problem.textContent = "";
     this.#log.replaceChildren(el("p", { class: "label", text: HELLO }));
-    this.#input.focus({ preventScroll: true });
+  }
+
+  #begin() {
+    this.#clear();
+    this.#input.focus();
   }
 
   async #ask() {

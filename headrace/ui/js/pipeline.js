@@ -121,9 +121,18 @@ function fillPanel(panel) {
       : null,
   );
   const body = record
-    ? VIEWS[stage.number].view(record)
+    ? [...remarks(record), ...VIEWS[stage.number].view(record)]
     : [el("p", { class: "empty", text: problem ?? NOTHING })];
   panel.replaceChildren(head, ...body);
+}
+
+/** Why a request failed, and why its record is not all that was asked for. */
+function remarks({ error, note, cut }) {
+  const failed = error
+    ? [el("p", { class: "problem", text: `It ended with an error: ${error}` })]
+    : [];
+  const said = [note, cut].filter(Boolean).map((text) => el("p", { class: "label", text }));
+  return [...failed, ...said];
 }
 
 function sentence(words) {

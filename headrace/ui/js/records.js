@@ -1,9 +1,10 @@
 // The ring of requests, and the whole record of the chosen one.
 import { cell } from "./cell.js";
-import { getJson } from "./server.js";
+import { getJson, getSized } from "./server.js";
 import { place } from "./route.js";
 
 const REST_MS = 1000; // between looks, while somebody looks
+const LIGHT_CHARS = 500_000; // a record this long is fetched at every look, a longer one less often
 export const LIMIT = 50;
 
 /** Light records, newest first. */
@@ -15,6 +16,7 @@ export const stages = cell([]);
 
 let looking = false;
 let quick = 0;
+let skip = 0; // looks until the chosen record is fetched again
 
 export function startRecords() {
   place.watch(() => look());
@@ -56,9 +58,11 @@ async function lookAtChosen() {
   const { id } = place.value;
   if (!id) return chosen.set({});
   const { record } = chosen.value;
-  if (record?.id === id && record.state === "done") return; // it does not change any more
+  const known = record?.id === id;
+  if (known && (record.state === "done" || (skip -= 1) > 0)) return;
   try {
-    const found = await getJson(`ui/api/requests/${encodeURIComponent(id)}`);
+    const { found, chars } = await getSized(`ui/api/requests/${encodeURIComponent(id)}`);
+    skip = chars / LIGHT_CHARS;
     if (place.value.id === id) chosen.set({ record: found });
   } catch (error) {
     if (place.value.id === id && chosen.value.problem !== error.message)

@@ -14,39 +14,40 @@ export function figure(record) {
 export function view(record) {
   const { blocks } = record;
   if (!blocks) return missing(record, "its blocks");
-  const size = blocks.block_size;
-  const origin = (name) => blocks.table.filter(([, one]) => one === name).length;
-  const cells = blocks.table.slice(0, MOST_BLOCKS).map(([number, from], at) =>
-    el("span", {
-      class: `cell ${SERIES[from] ?? ""}`,
-      title: `${from}: positions ${at * size} to ${(at + 1) * size - 1}`,
-      text: String(number),
-    }),
-  );
-  for (const [at, cell] of cells.entries()) cell.dataset.block = String(blocks.table[at][0]);
+  const all = blocks.tables?.length > 1 ? blocks.tables : [{ choice: 0, table: blocks.table }];
+  const rows = all.flatMap(({ table: one }) => one);
+  const origin = (name) => rows.filter(([, from]) => from === name).length;
   const about = facts([
-    ["blocks", blocks.table.length],
-    ["tokens in one", size],
+    ["blocks", rows.length],
+    ["tokens in one", blocks.block_size],
     ["shared", origin("shared")],
     ["new", origin("new")],
     ["copied", origin("copied")],
   ]);
-  const map = kvMap(new Set(blocks.table.map(([number]) => number)));
+  const meaning = key([
+    ["is-1", "shared: found in the cache"],
+    ["is-3", "new"],
+    ["is-2", "copied before a write"],
+  ]);
+  const tables = all.map((one) => tableOf(one, blocks.block_size, all.length > 1));
   return [
     about,
-    block(
-      "Block table",
-      "in the order of positions",
-      key([
-        ["is-1", "shared: found in the cache"],
-        ["is-3", "new"],
-        ["is-2", "copied before a write"],
-      ]),
-      el("div", { class: "cells", role: "group", "aria-label": "Block table" }, cells),
-    ),
+    block("Block table", "in the order of positions", meaning, ...tables),
     block("What became of them", "", events(blocks.events ?? [])),
-    block("In the whole cache, now", "", ...map),
+    block("In the whole cache, now", "", ...kvMap(new Set(rows.map(([number]) => number)))),
   ];
+}
+
+function tableOf({ choice, table: rows }, size, several) {
+  const cells = rows.slice(0, MOST_BLOCKS).map(([number, from], at) => {
+    const title = `${from}: positions ${at * size} to ${(at + 1) * size - 1}`;
+    const cell = el("span", { class: `cell ${SERIES[from] ?? ""}`, title, text: String(number) });
+    cell.dataset.block = String(number);
+    return cell;
+  });
+  const name = several ? `Block table of choice ${choice}` : "Block table";
+  const label = several ? el("span", { class: "label", text: `choice ${choice}` }) : null;
+  return el("div", { class: "cells", role: "group", "aria-label": name }, label, cells);
 }
 
 function events(all) {
