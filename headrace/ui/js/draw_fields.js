@@ -5,7 +5,7 @@ const FIELDS = [
   ["temperature", { min: 0, max: 2, step: "any" }],
   ["max_tokens", { min: 1, step: 1 }],
   ["top_p", { min: 0, max: 1, step: "any" }],
-  ["seed", { step: 1 }],
+  ["seed", { min: 0, max: Number.MAX_SAFE_INTEGER, step: 1 }],
 ];
 
 /** {node, read()}. read gives the members of a body; a field left empty is not sent. */
@@ -51,7 +51,7 @@ export function drawFields() {
 function read(inputs, schema) {
   const body = {};
   for (const [name, input] of Object.entries(inputs)) {
-    if (input.validity.badInput) throw new Error(`${name} is not a number`);
+    if (!input.validity.valid) throw new Error(`${name}: ${input.validationMessage}`);
     if (input.value !== "") body[name] = Number(input.value);
   }
   if (schema) {

@@ -50,7 +50,7 @@ function filled(row, one) {
   const said = JSON.stringify(one);
   if (row.dataset.said === said) return row;
   row.dataset.said = said;
-  const state = one.state === "running" ? "running" : one.finish_reason || "done";
+  const state = one.state === "running" ? "running" : one.error || one.finish_reason || "done";
   row.replaceChildren(
     el("span", { class: "id mono", text: one.id }),
     el("span", { class: one.full ? "label full" : "label", text: one.full ? "full" : "light" }),
