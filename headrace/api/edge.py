@@ -141,9 +141,11 @@ class Edge:
         if exchange.record is not None and self._recorder is not None:
             code = exchange.error.code if exchange.error is not None else ""
             self._recorder.close(exchange.record, status, code)
-        self._metrics.count_request(path, status)
+        of_page = page.is_page(scope["path"])
+        if not of_page:  # it looks every second: its own requests would be most of all
+            self._metrics.count_request(path, status)
         access.log(
-            logging.DEBUG if path in QUIET_PATHS or page.is_page(scope["path"]) else logging.INFO,
+            logging.DEBUG if of_page or path in QUIET_PATHS else logging.INFO,
             "%s %s %d %.1f ms id=%s%s",
             scope["method"],
             path,

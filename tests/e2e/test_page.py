@@ -269,8 +269,9 @@ def test_what_a_model_says_is_text(chromium: Browser, default_server: ServeProce
         assert json.loads(said) == HOSTILE
         for number in range(1, 12):
             open_stage(page, number)
-        panel = open_stage(page, 9)
-        assert "‹202E›" in panel.locator(".tokens").inner_text()
+        panel = open_stage(page, 11)  # half of the character waits for the other half
+        expect(panel.locator(".held").first).to_contain_text("bytes e2")
+        assert "‹202E›" in panel.locator("table").inner_text()
         assert page.evaluate("window.pwned") is None
         inside = page.locator("#chat, #work, #ring").locator("script, img, iframe")
         assert inside.count() == 0

@@ -40,7 +40,7 @@ export class Chat {
       text: "New chat",
       on: { click: () => this.#begin() },
     });
-    const hint = el("span", { class: "label hint", text: "Enter sends, Shift+Enter breaks" });
+    const hint = el("span", { class: "label hint", text: "Shift+Enter: new line" });
     const form = el(
       "form",
       { class: "ask" },

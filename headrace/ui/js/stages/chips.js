@@ -40,14 +40,19 @@ function chip(token, position, at) {
     {
       class: name,
       role: "option",
-      "aria-label": `${visible(token.text) || "no text"}, id ${token.id}`,
+      "aria-label": `${spelled(token)}, id ${token.id}`,
     },
-    el("span", { class: "what", text: visible(token.text) || `0x${token.bytes}` }),
+    el("span", { class: "what", text: spelled(token) }),
     el("span", { class: "id", text: String(token.id) }),
   );
   node.dataset.at = String(at);
   node.dataset.id = String(token.id);
   return node;
+}
+
+/** Its text; its bytes where they are a part of a character. */
+function spelled({ text, bytes }) {
+  return text && !text.includes("\ufffd") ? visible(text) : `0x${bytes}`;
 }
 
 function describe(token, position) {
@@ -56,7 +61,7 @@ function describe(token, position) {
     `position ${position}`,
     `id ${token.id}`,
     `bytes ${pairs || "none"}`,
-    `text ${JSON.stringify(visible(token.text))}`,
+    `text ${spelled(token)}`,
   ];
   if (Number.isFinite(token.t_ms)) parts.push(`after ${token.t_ms.toFixed(1)} ms`);
   return parts.join("   ");
