@@ -153,3 +153,11 @@ async def test_it_is_no_part_of_the_openapi_document() -> None:
 def test_loopback() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST"]))
     assert not any(map(is_loopback, ["", "0.0.0.0", "::", "10.0.0.1", "localhost.evil.example"]))
+
+
+def test_the_pictures_of_its_docs() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    shown = re.findall(r"\]\((ui/[\w-]+\.png)\)", (docs / "ui.md").read_text())
+    assert {str(path.relative_to(docs)) for path in (docs / "ui").iterdir()} == set(shown)
+    for name in shown:
+        assert (docs / name).stat().st_size < 300_000, name
