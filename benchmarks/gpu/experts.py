@@ -178,7 +178,7 @@ def measure_layer(mixture: Mixture, name: str, tokens: int, device: torch.device
     """Route, both products and the sum, one after another, with the default configuration."""
     shape = mixture.shape
     rows = default_tile_rows(tokens, shape.routing)
-    config = default_config(rows)
+    config = default_config(rows, tokens)
     plan = DispatchScratch(tokens, shape.routing, device).of(tokens, rows)
     logits = torch.randn(tokens, shape.routing.experts, device=device)
     x = torch.randn(tokens, shape.hidden, device=device).to(DTYPE)

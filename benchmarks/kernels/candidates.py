@@ -21,7 +21,7 @@ def worth(config: Config, bucket: int, n: int, k: int) -> bool:
     tile = config.block_n * config.block_k * 2
     shared = shared_bytes(config, bucket)
     programs = -(-n // config.block_n) * config.split_k
-    if not 8192 <= tile <= 32768 or shared > SHARED_BYTES - 1024 or config.block_n > 2 * n:
+    if not 4096 <= tile <= 32768 or shared > SHARED_BYTES - 1024 or config.block_n > 2 * n:
         return False
     if not _splits(config, bucket, n, k) or not _holds(config, bucket):
         return False
@@ -51,15 +51,16 @@ def _holds(config: Config, bucket: int) -> bool:
 def candidates(bucket: int, n: int, k: int, *, most: int, seed: int = 0) -> list[Config]:
     """The default and up to `most` - 1 others, drawn at random but the same ones each time."""
     sizes = itertools.product(
-        (16, 32, 64, 128, 256), (64, 128, 256, 512), (4, 8), (3, 4, 5, 6, 8, 10), (1, 2, 4)
+        (16, 32, 64, 128, 256), (64, 128, 256, 512), (2, 4, 8), (3, 4, 5, 6, 8, 10), (1, 2, 4, 8)
     )
+    ways = ((False, False), (True, False), (False, True))  # early, stagger
     made = [
-        Config(*values, prefetch_bytes=32768, early=early)
+        Config(*values, prefetch_bytes=32768, fold_norm=False, early=early, stagger=stagger)
         for values in sizes
-        for early in (False, True)
+        for early, stagger in ways
     ]
     good = [config for config in made if worth(config, bucket, n, k)]
-    first = default(bucket, n)
+    first = default(bucket, n, k)
     good = [config for config in good if config != first]
     return [first, *random.Random(seed).sample(good, min(most - 1, len(good)))]
 
@@ -75,6 +76,7 @@ def neighbours(config: Config, bucket: int, n: int, k: int) -> list[Config]:
         for size in (getattr(config, name) // 2, getattr(config, name) * 2)
     ]
     made.append(dataclasses.replace(config, early=not config.early))
+    made.append(dataclasses.replace(config, stagger=not config.stagger))
     made += [dataclasses.replace(config, stages=config.stages + step) for step in (-1, 1)]
     wide, narrow = (
         (config.block_n * 2, config.block_k // 2),

@@ -4,7 +4,7 @@ Two grouped products, gate and up with the activation inside, then down; a progr
 rows of one expert and streams BN rows of that expert's matrix. With few tokens a step IS the
 reading of the matrices of the experts that are hit, once each; with many it is matrix products on
 large tiles. `combine` adds what a token's experts say, in their order, so that no sum depends on
-which program came first; of few tokens the programs of down do it, the last one for its columns.
+which program came first.
 """
 
 from __future__ import annotations
@@ -20,32 +20,30 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.dispatch import LARGEST_TILE, Dispatch
 from headrace.kernels.launch import launch
-from headrace.kernels.product import Workspace
 from headrace.kernels.router import Routing
-from headrace.kernels.shapes import cdiv, check_output, check_scale, power_of_two
+from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
-ADDED_TOKENS = 32  # up to which the programs of down add what a token's experts say
 SWIGLU_ALPHA = 1.702  # of gpt-oss: https://github.com/openai/gpt-oss, swiglu in torch/model.py
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """How the matrices are streamed: block_n rows a program, block_k columns a turn (of 16 bits;
-    fewer of 32), `stages` of the pipeline, powers of two. `prefetch_bytes` of a program's rows
-    of down are asked for while gate and up still run (0: none)."""
+    fewer of 32), `stages` of the pipeline. Powers of two."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int
-    prefetch_bytes: int = 49152
 
 
+VERY_FEW, VERY_FEW_TOKENS = ExpertsConfig(64, 256, 4, 3), 8
 # Few rows: as many bytes in flight as shared memory holds beside a second program of the
 # multiprocessor. Many: tiles for the asynchronous matrix unit, 64 rows a group of four warps.
 CANDIDATES: dict[int, tuple[ExpertsConfig, ...]] = {
     16: (
         ExpertsConfig(64, 128, 4, 4),
+        VERY_FEW,
         ExpertsConfig(32, 256, 4, 4),
         ExpertsConfig(32, 128, 4, 5),
         ExpertsConfig(64, 128, 8, 4),
@@ -73,9 +71,12 @@ CANDIDATES: dict[int, tuple[ExpertsConfig, ...]] = {
 }
 
 
-def default_config(tile_rows: int) -> ExpertsConfig:
-    """The fastest on an H200 at both shapes of `benchmarks.gpu.experts`, or within 3 % of it."""
-    return CANDIDATES[max(16, tile_rows)][0]
+def default_config(tile_rows: int, tokens: int) -> ExpertsConfig:
+    """The fastest on an H200 at both shapes of `benchmarks.gpu.experts`, or within 3 % of it.
+
+    Of very few tokens the next kernel finds room beside gate and up's programs where those are few.
+    """
+    return VERY_FEW if tokens <= VERY_FEW_TOKENS else CANDIDATES[max(16, tile_rows)][0]
 
 
 def default_tile_rows(tokens: int, routing: Routing) -> int:
@@ -133,27 +134,9 @@ def _grouped(
     return acc
 
 
-@triton.jit
-def _fetch(first, size, BYTES: tl.constexpr, THREADS: tl.constexpr) -> None:
-    """Asks the L2 cache for BYTES from `first` on, `size` at most, a piece a thread."""
-    PIECE: tl.constexpr = (BYTES // THREADS + 15) // 16 * 16
-    at = tl.arange(0, THREADS) * PIECE
-    left = tl.minimum(tl.maximum(size - at, 0), PIECE)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [first.to(tl.pointer_type(tl.int8)) + at, left],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["limit"])
 def expert_gate_up_kernel(
     x,
-    scale,
     weight,
     bias,
     order,
@@ -167,7 +150,6 @@ def expert_gate_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     ONCE: tl.constexpr,
-    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -175,9 +157,9 @@ def expert_gate_up_kernel(
 ) -> None:
     """Grid (tiles * groups of BN / 2 pairs,): gate's and up's row of a pair side by side, so that
     their sums meet in one thread."""
+    pdl.release(PDL)
     GROUPS: tl.constexpr = (2 * FFN + BN - 1) // BN
     pdl.wait(PDL)
-    pdl.release(PDL)  # not before: the next kernel finds the order by experts there
     expert, group, item = _tile(order, tile_experts, GROUPS, BM)
     if expert < 0:
         return
@@ -188,8 +170,6 @@ def expert_gate_up_kernel(
     row = pair + (j % 2) * FFN
     own = weight + expert.to(tl.int64) * (2 * FFN * K)
     acc = _grouped(x + token.to(tl.int64) * K, live, own + row * K, K, BM, BN, BK, ONCE)
-    if SCALED:
-        acc *= tl.load(scale + token, mask=live, other=0.0)[:, None]
     if BIAS:
         acc += tl.load(bias + expert * (2 * FFN) + row).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
@@ -204,20 +184,14 @@ def expert_gate_up_kernel(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=live[:, None] & (n < FFN)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def expert_down_kernel(
     x,
     weight,
     bias,
     order,
     tile_experts,
-    y,
-    experts,
-    weights,
-    stream,
-    locks,
-    tokens,
-    EACH: tl.constexpr,
+    out,
     N: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
@@ -225,73 +199,25 @@ def expert_down_kernel(
     BK: tl.constexpr,
     ONCE: tl.constexpr,
     BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    BT: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (tiles * groups of BN rows,). ADD: the last program of a group of rows, of all tiles,
-    adds what the BT >= tokens tokens' experts say there to `stream`."""
+    """Grid (tiles * groups of BN rows,)."""
     pdl.release(PDL)
     GROUPS: tl.constexpr = (N + BN - 1) // BN
-    if PREFETCH > 0:
-        # Gate and up released this kernel after the order was there; a wrong one costs time alone.
-        ahead = tl.load(tile_experts + tl.program_id(0) // GROUPS, cache_modifier=".cg")
-        if ahead >= 0:
-            SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-            n_ahead = (tl.program_id(0) % GROUPS) * BN
-            left = tl.minimum((N - n_ahead) * (K * SIZE), PREFETCH)
-            place = weight + ahead.to(tl.int64) * (N * K) + n_ahead * K
-            _fetch(place, left, PREFETCH, THREADS)
     pdl.wait(PDL)
     expert, group, item = _tile(order, tile_experts, GROUPS, BM)
+    if expert < 0:
+        return
+    live = item >= 0
+    at = tl.maximum(item, 0).to(tl.int64)
     n = group * BN + tl.arange(0, BN)
-    if expert >= 0:
-        live = item >= 0
-        at = tl.maximum(item, 0).to(tl.int64)
-        row = tl.minimum(n, N - 1)
-        own = weight + expert.to(tl.int64) * (N * K)
-        acc = _grouped(x + at * K, live, own + row * K, K, BM, BN, BK, ONCE)
-        if BIAS:
-            acc += tl.load(bias + expert * N + row).to(tl.float32)[None, :]
-        place = y + at[:, None] * N + n[None, :]
-        tl.store(place, acc.to(y.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
-    if ADD:
-        tl.debug_barrier()  # every thread has stored before one of them says so
-        others = tl.num_programs(0) // GROUPS - 1
-        if tl.atomic_add(locks + group, 1, sem="acq_rel") == others:
-            tl.store(locks + group, 0)
-            _add_experts(y, experts, weights, stream, tokens, n, EACH, N, BN, BT)
-
-
-@triton.jit
-def _add_experts(
-    y,
-    experts,
-    weights,
-    stream,
-    tokens,
-    n,  # [BN] columns
-    EACH: tl.constexpr,
-    N: tl.constexpr,
-    BN: tl.constexpr,
-    BT: tl.constexpr,
-) -> None:
-    """What `combine_kernel` does, for all tokens; past the L1 cache: other programs wrote y."""
-    token = tl.arange(0, BT)
-    inside = (token < tokens)[:, None] & (n < N)[None, :]
-    acc = tl.zeros((BT, BN), tl.float32)
-    for j in tl.static_range(EACH):
-        item = token * EACH + j
-        there = tl.load(experts + item, mask=token < tokens, other=-1) >= 0
-        weight = tl.load(weights + item, mask=token < tokens, other=0.0)
-        at = item.to(tl.int64)[:, None] * N + n[None, :]
-        said = tl.load(y + at, mask=inside & there[:, None], other=0.0, cache_modifier=".cg")
-        acc += weight[:, None] * said.to(tl.float32)
-    at = stream + token.to(tl.int64)[:, None] * N + n[None, :]
-    acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, acc.to(stream.dtype.element_ty), mask=inside)
+    row = tl.minimum(n, N - 1)
+    own = weight + expert.to(tl.int64) * (N * K)
+    acc = _grouped(x + at * K, live, own + row * K, K, BM, BN, BK, ONCE)
+    if BIAS:
+        acc += tl.load(bias + expert * N + row).to(tl.float32)[None, :]
+    place = out + at[:, None] * N + n[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -340,7 +266,6 @@ def expert_gate_up(
     weight: Tensor,
     plan: Dispatch,
     *,
-    scale: Tensor | None = None,
     bias: Tensor | None = None,
     limit: float = 0.0,
     out: Tensor,
@@ -349,8 +274,6 @@ def expert_gate_up(
 ) -> Tensor:
     """x [T, K], weight [E, 2 F, K], gate's rows first -> out [T * each, F], a row an assignment.
 
-    scale [T] float32: sums of a token are multiplied by it first: what is left of a folded norm.
-
     silu(gate) * up; with a `limit` c, gpt-oss's: g sigmoid(1.702 g) (u + 1), where g is gate, at
     most c, and u is up within [-c, c]. bias [E, 2 F]. Summed in float32, rounded once. Rows of
     padding tokens are left as they are.
@@ -358,13 +281,12 @@ def expert_gate_up(
     _, rows, k = weight.shape
     _check(x, weight, bias, plan.tokens, plan)
     check_output(out, (plan.tokens * plan.each, rows // 2))
-    check_scale(scale, plan.tokens)
     launch(expert_gate_up_kernel, (plan.tiles * cdiv(rows, config.block_n),),
-        x, plan.weights if scale is None else scale, weight, weight if bias is None else bias,
-        plan.order, plan.tile_experts, out, limit,
+        x, weight, weight if bias is None else bias, plan.order, plan.tile_experts, out, limit,
         EACH=plan.each, FFN=rows // 2, K=k, BM=plan.tile_rows, BN=config.block_n,
         BK=columns_a_turn(x, config), ONCE=plan.tile_rows <= 16,
-        SCALED=scale is not None, BIAS=bias is not None, CLAMPED=limit > 0, ALPHA=SWIGLU_ALPHA,
+        BIAS=bias is not None,
+        CLAMPED=limit > 0, ALPHA=SWIGLU_ALPHA,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out
@@ -377,35 +299,18 @@ def expert_down(
     *,
     bias: Tensor | None = None,
     out: Tensor,
-    stream: Tensor | None = None,
-    workspace: Workspace | None = None,
     config: ExpertsConfig,
     with_pdl: bool = False,
 ) -> Tensor:
-    """x [T * each, K], weight [E, N, K] -> out [T * each, N]. The rest as in `expert_gate_up`.
-
-    stream [T, N]: gets what `combine` would give it too, in the same launch, T at most ADDED_TOKENS
-    and with a workspace.
-    """
+    """x [T * each, K], weight [E, N, K] -> out [T * each, N]. The rest as in `expert_gate_up`."""
     _, n, k = weight.shape
     _check(x, weight, bias, plan.tokens * plan.each, plan)
     check_output(out, (plan.tokens * plan.each, n))
-    groups, locks = cdiv(n, config.block_n), plan.experts
-    if stream is not None:
-        assert workspace is not None, "programs that add need locks"
-        assert groups <= workspace.locks.numel(), "the workspace is too small"
-        assert plan.tokens <= ADDED_TOKENS, f"{plan.tokens} tokens: one program adds for all"
-        check_output(stream, (plan.tokens, n))
-        locks = workspace.locks
-    fits = with_pdl and k * x.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
-    ahead = min(config.prefetch_bytes, config.block_n * k * x.element_size())
-    launch(expert_down_kernel, (plan.tiles * groups,),
+    launch(expert_down_kernel, (plan.tiles * cdiv(n, config.block_n),),
         x, weight, weight if bias is None else bias, plan.order, plan.tile_experts, out,
-        plan.experts, plan.weights, out if stream is None else stream, locks, plan.tokens,
-        EACH=plan.each, N=n, K=k, BM=plan.tile_rows, BN=config.block_n,
-        BK=columns_a_turn(x, config), ONCE=plan.tile_rows <= 16, BIAS=bias is not None,
-        ADD=stream is not None, BT=4 if stream is None or plan.tokens <= 4 else ADDED_TOKENS,
-        PREFETCH=ahead if fits and plan.tile_rows <= 16 else 0, THREADS=32 * config.warps,
+        N=n, K=k, BM=plan.tile_rows, BN=config.block_n, BK=columns_a_turn(x, config),
+        ONCE=plan.tile_rows <= 16,
+        BIAS=bias is not None,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out

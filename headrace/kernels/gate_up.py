@@ -23,6 +23,7 @@ from headrace.kernels.product import (
     prefetch_bytes,
     product,
     scratch,
+    staggers,
 )
 from headrace.kernels.shapes import check_output
 
@@ -50,13 +51,14 @@ def gate_up_kernel(
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
+    STAGGER: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Grid (groups of BN / 2 pairs of rows, SPLIT)."""
     acc, live = product(
         x, weight, gain, eps, partials, squares, locks, m,
-        2 * FFN, K, FFN, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, THREADS, PDL,
+        2 * FFN, K, FFN, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, STAGGER, THREADS, PDL,
     )  # fmt: skip
     gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     n = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
@@ -97,7 +99,7 @@ def gate_up(
         FFN=ffn, K=k, BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config),
         SPLIT=config.split_k, ACT=act, BIAS=bias is not None,
         NORM=fold, PREFETCH=prefetch_bytes(weight, config, with_pdl),
-        EARLY=early_columns(x, config), THREADS=32 * config.warps,
+        EARLY=early_columns(x, config), STAGGER=staggers(config, fold), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out

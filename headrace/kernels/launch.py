@@ -2,18 +2,23 @@
 
 A kernel is compiled for the types and constants of its arguments, so the way to compile all that a
 program needs is to call what it will call, with the same arguments, and launch nothing.
+
+Triton calls a compiled kernel through a small module of C, which it builds with the machine's C
+compiler when the kernel is first launched: half a second each, one after another. `compiling`
+builds those too, side by side, into the same cache on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import triton
 from triton.runtime._async_compile import active_mode
+from triton.runtime.driver import driver
 
 _compiling = False  # one thread launches; see `compiling`
 
@@ -56,6 +61,29 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
         kernel[grid](*args, **options)
 
 
+class _WithLaunchers(Executor):
+    """Compilations on a pool, each followed by the module of C that will launch the kernel."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._built = set[str]()  # signatures, which is all that such a module depends on
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Executor`."""
+        return self._pool.submit(self._compiled, fn, *args, **kwargs)
+
+    def _compiled(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        kernel = fn(*args, **kwargs)
+        signature = repr(kernel.src.signature)
+        with self._lock:
+            first = signature not in self._built
+            self._built.add(signature)
+        if first:
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
+
+
 @contextlib.contextmanager
 def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     """Inside, launches compile and do not run; at the end all compilations are done.
@@ -67,7 +95,7 @@ def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     try:
         with (
             ThreadPoolExecutor(workers, "compile") as pool,
-            triton.AsyncCompileMode(pool, ignore_errors=trying),
+            triton.AsyncCompileMode(_WithLaunchers(pool), ignore_errors=trying),
         ):
             _compiling = True
             yield

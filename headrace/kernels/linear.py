@@ -23,6 +23,7 @@ from headrace.kernels.product import (
     prefetch_bytes,
     product,
     scratch,
+    staggers,
 )
 from headrace.kernels.shapes import check_output
 from headrace.kernels.soft_cap import soft_cap, soft_cap_reference
@@ -54,6 +55,7 @@ def linear_kernel(
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
+    STAGGER: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -62,7 +64,7 @@ def linear_kernel(
     `residual` may be `out`: one program reads and writes a place."""
     acc, live = product(
         x, weight, gain, eps, partials, squares, locks, m,
-        N, K, 0, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, THREADS, PDL,
+        N, K, 0, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, STAGGER, THREADS, PDL,
     )  # fmt: skip
     token = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -118,7 +120,7 @@ def linear(
         BIAS=bias is not None, RESIDUAL=residual is not None,
         ACT=act, CAP=float(cap), NORM=fold,
         PREFETCH=prefetch_bytes(weight, config, with_pdl),
-        EARLY=early_columns(x, config), THREADS=32 * config.warps,
+        EARLY=early_columns(x, config), STAGGER=staggers(config, fold), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return out

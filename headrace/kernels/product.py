@@ -43,6 +43,8 @@ class Config:
     dependent launches none). `fold_norm`: a norm folds into the product where it can; else it is a
     kernel of its own, before. `early`: the pipeline fills with weights before the kernel before
     ends, and x, which must wait, is not part of it but loaded a turn ahead; else both are.
+    `stagger`: programs begin at columns of their own, so that not all of them ask for the same
+    places of rows that lie a power of two apart, which few channels of the memory hold.
     """
 
     block_n: int
@@ -53,6 +55,7 @@ class Config:
     prefetch_bytes: int = 0
     fold_norm: bool = True
     early: bool = False
+    stagger: bool = False
 
 
 def shared_bytes(config: Config, bucket: int) -> int:
@@ -97,11 +100,11 @@ def block_m(tokens: int) -> int:
 def columns_a_turn(x: Tensor, config: Config) -> int:
     """block_k for elements of this size: no dtype has more bytes a turn.
 
-    float32 has no matrix unit here: more than 64 columns at once spill its registers.
+    float32 has no matrix unit here: more than 32 columns at once spill its registers.
     """
     if x.element_size() == 2:
         return config.block_k
-    return max(16, min(64, config.block_k // 2))
+    return max(16, min(32, config.block_k // 2))
 
 
 def early_columns(x: Tensor, config: Config) -> int:
@@ -145,6 +148,11 @@ def scratch(
     assert workspace is not None, "a split product needs a workspace"
     assert workspace.fits(tiles, block_m(x.shape[0]), config), "the workspace is too small"
     return workspace.partials, workspace.squares, workspace.locks
+
+
+def staggers(config: Config, fold: bool) -> bool:
+    """Where columns are taken in turn: a folded norm and an early pipeline look a turn ahead."""
+    return config.stagger and not (fold or config.early)
 
 
 def prefetch_bytes(weight: Tensor, config: Config, with_pdl: bool) -> int:
@@ -206,6 +214,29 @@ def load_x(x_at, live, k, column, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def ahead(
+    weight,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """What a program does before it waits for the kernel before."""
+    pdl.release(PDL)
+    if PREFETCH > 0:
+        columns: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT) * BK
+        first_k = tl.program_id(1) * columns
+        end_k = tl.minimum(first_k + columns, K)
+        fetch(weight, tl.program_id(0), first_k + EARLY, end_k, N, K, HALF, BN, PREFETCH, THREADS)
+
+
+@triton.jit
 def product(
     x,
     weight,
@@ -225,6 +256,7 @@ def product(
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
+    STAGGER: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -232,15 +264,12 @@ def product(
 
     Of the programs that split a group the last to arrive adds all parts, in order, and writes.
     """
-    pdl.release(PDL)
+    ahead(weight, N, K, HALF, BN, BK, SPLIT, PREFETCH, EARLY, THREADS, PDL)
     group = tl.program_id(0)
     part = tl.program_id(1)
     TURNS: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
     EVEN: tl.constexpr = K == TURNS * BK * SPLIT
     first_k = part * (TURNS * BK)
-    if PREFETCH > 0:
-        end_k = tl.minimum(first_k + TURNS * BK, K)
-        fetch(weight, group, first_k + EARLY, end_k, N, K, HALF, BN, PREFETCH, THREADS)
     column = tl.arange(0, BK)
     if NORM:
         g = tl.load(gain + first_k + column, mask=first_k + column < K, other=0.0)
@@ -256,7 +285,10 @@ def product(
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     gram = tl.zeros((BM, BM), dtype=tl.float32)  # x x^T
     for turn in range(TURNS):
-        k = first_k + turn * BK
+        if STAGGER:
+            k = first_k + (turn + group) % TURNS * BK
+        else:
+            k = first_k + turn * BK
         if EVEN:
             b = tl.load(weight_at + k, eviction_policy="evict_first")
         else:

@@ -15,6 +15,7 @@ from headrace.kernels.product import (
     Config,
     Norm,
     Workspace,
+    ahead,
     block_m,
     check,
     columns_a_turn,
@@ -24,9 +25,20 @@ from headrace.kernels.product import (
     prefetch_bytes,
     product,
     scratch,
+    staggers,
 )
 from headrace.kernels.rotary import check_paged, rotary_write_reference
 from headrace.kernels.shapes import check_output
+
+
+@triton.jit
+def _places(rows, positions, writes, tables, token, m, width, BLOCK_SIZE: tl.constexpr):
+    """-> of each token its position, whether the cache gets its key and value, and which block."""
+    position = tl.load(positions + token, mask=token < m, other=0)
+    stored = tl.load(writes + token, mask=token < m, other=0) != 0
+    row = tl.load(rows + token, mask=stored, other=0).to(tl.int64)
+    block = tl.load(tables + row * width + position // BLOCK_SIZE, mask=stored, other=0)
+    return position, stored, block
 
 
 @triton.jit(
@@ -69,6 +81,7 @@ def qkv_kernel(
     NORMED: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
+    STAGGER: tl.constexpr,
     THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -76,32 +89,47 @@ def qkv_kernel(
     and k goes through a norm of its own, and a group is a head."""
     D: tl.constexpr = 2 * HALF
     PAIRS: tl.constexpr = (HEADS + 2 * KV_HEADS) * HALF
-    acc, live = product(
-        x, weight, gain, eps, partials, squares, locks, m,
-        2 * PAIRS, K, HALF, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, THREADS, PDL,
-    )  # fmt: skip
-    low, high = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+    token = tl.arange(0, BM)
     pair = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
     inside = pair < PAIRS
     head = pair // HALF
     i = pair % HALF
+    keyed = (token < m)[:, None] & (head < HEADS + KV_HEADS)[None, :]  # values are not turned
+    if EARLY == 0:  # where tokens go and how they turn is on its way while the product is made
+        ahead(weight, 2 * PAIRS, K, HALF, BN, BK, SPLIT, PREFETCH, EARLY, THREADS, PDL)
+        pdl.wait(PDL)
+        position, stored, block = _places(
+            rows, positions, writes, tables, token, m, width, BLOCK_SIZE
+        )
+        if BM <= 32:  # registers have room for them
+            angle = position[:, None].to(tl.int64) * HALF + i[None, :]
+            c = tl.load(cos + angle, mask=keyed, other=1.0)
+            s = tl.load(sin + angle, mask=keyed, other=0.0)
+    acc, live = product(
+        x, weight, gain, eps, partials, squares, locks, m, 2 * PAIRS, K, HALF, BM, BN, BK, SPLIT,
+        NORM, 0 if EARLY == 0 else PREFETCH, EARLY, STAGGER, THREADS, PDL,
+    )  # fmt: skip
+    if EARLY > 0:
+        position, stored, block = _places(
+            rows, positions, writes, tables, token, m, width, BLOCK_SIZE
+        )
+    low, high = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     if BIAS:
         low += tl.load(bias + head * D + i, mask=inside, other=0.0).to(tl.float32)[None, :]
         high += tl.load(bias + head * D + i + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
     if NORMED:
         tl.static_assert(BN == D, "a group is a head")
         factor = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / D + head_eps)[:, None]
-        keyed = tl.program_id(0) < HEADS + KV_HEADS  # values are not normed
+        normed_too = tl.program_id(0) < HEADS + KV_HEADS  # values are not
         own_gain = q_gain if tl.program_id(0) < HEADS else k_gain
-        low *= tl.where(keyed, factor * tl.load(own_gain + i).to(tl.float32)[None, :], 1.0)
-        high *= tl.where(keyed, factor * tl.load(own_gain + i + HALF).to(tl.float32)[None, :], 1.0)
-
-    token = tl.arange(0, BM)
-    position = tl.load(positions + token, mask=live, other=0)
-    turned = live[:, None] & (head < HEADS + KV_HEADS)[None, :]  # values are not
-    angle = position[:, None].to(tl.int64) * HALF + i[None, :]
-    c = tl.load(cos + angle, mask=turned, other=1.0)
-    s = tl.load(sin + angle, mask=turned, other=0.0)
+        low *= tl.where(normed_too, factor * tl.load(own_gain + i).to(tl.float32)[None, :], 1.0)
+        high *= tl.where(
+            normed_too, factor * tl.load(own_gain + i + HALF).to(tl.float32)[None, :], 1.0
+        )
+    if EARLY > 0 or BM > 32:
+        angle = position[:, None].to(tl.int64) * HALF + i[None, :]
+        c = tl.load(cos + angle, mask=keyed, other=1.0)
+        s = tl.load(sin + angle, mask=keyed, other=0.0)
     first = (low * c - high * s).to(q.dtype.element_ty)
     second = (high * c + low * s).to(q.dtype.element_ty)
 
@@ -110,9 +138,7 @@ def qkv_kernel(
     tl.store(q + at, first, mask=mask)
     tl.store(q + at + HALF, second, mask=mask)
 
-    stored = live & (tl.load(writes + token, mask=live, other=0) != 0)
-    row = tl.load(rows + token, mask=stored, other=0).to(tl.int64)
-    block = tl.load(tables + row * width + position // BLOCK_SIZE, mask=stored, other=0)
+    stored &= live
     slot = position % BLOCK_SIZE
     kv_head = (head - HEADS) % KV_HEADS
     at = block[:, None].to(tl.int64) * KV_HEADS + kv_head[None, :]
@@ -173,7 +199,7 @@ def qkv(
         BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config), SPLIT=config.split_k,
         BIAS=bias is not None, NORM=fold, NORMED=norms is not None,
         PREFETCH=prefetch_bytes(weight, config, with_pdl),
-        EARLY=early_columns(x, config), THREADS=32 * config.warps,
+        EARLY=early_columns(x, config), STAGGER=staggers(config, fold), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
     )  # fmt: skip
     return q

@@ -1,10 +1,8 @@
-"""Routing of few tokens in one launch: norm, product, choice, and the order by experts.
+"""Routing of few tokens in one launch: the router's product, the choice, the order by experts.
 
 A layer of few tokens waits for each small kernel before it may read an expert. Here the router's
 matrix is split over programs, and the last of them to arrive does what is left: it adds the parts,
-chooses, and writes what `dispatch` would. RMSNorm is folded: its weight is in the matrix behind it
-(see `models.layers.Decoder.fold_norms`), so that x is read as it is, and what is left of the norm,
-a factor for each token, is applied to the logits here and given to `experts.expert_gate_up`.
+chooses, and writes what `dispatch` would.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from headrace.kernels.product import Workspace
 from headrace.kernels.router import Routing, choose, constants, living
 from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
-FEW_TOKENS = 32  # one program chooses for all of them
-_BUCKETS = (4, 16, FEW_TOKENS)  # tokens, padded: each is a kernel of its own
+FEW_TOKENS = 16  # one program chooses for all of them
+_BUCKETS = (4, FEW_TOKENS)  # tokens, padded: each is a kernel of its own
 _ROWS = 16  # of the router's matrix, a program
 _FILLED = 1024  # entries that are emptied in one turn
 
@@ -89,9 +87,7 @@ def _order(
         tl.store(at, hits, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "spare", "tiles", "eps"], do_not_specialize_on_alignment=["rows"]
-)
+@triton.jit(do_not_specialize=["tokens", "spare", "tiles"], do_not_specialize_on_alignment=["rows"])
 def route_few_kernel(
     x,
     weight,
@@ -99,22 +95,18 @@ def route_few_kernel(
     correction,
     rows,
     partials,
-    squares,
     lock,
     experts,
     weights,
-    scale,
     order,
     tile_experts,
     tally,
     tokens,
     spare,
     tiles,
-    eps,
     K: tl.constexpr,
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     E: tl.constexpr,
     TOP: tl.constexpr,
     SHARED: tl.constexpr,
@@ -158,13 +150,6 @@ def route_few_kernel(
     )
     acc = tl.dot(a, w, input_precision="ieee")
     tl.store(partials + (part * BX + line[:, None]) * EP + n[None, :], acc, mask=(n < EP)[None, :])
-    if SCALED:
-        wide = a.to(tl.float32)
-        tl.store(
-            squares + part * BX + line,
-            tl.sum(wide * wide, axis=1),
-            mask=(line < tokens) & (group == 0),
-        )
     tl.debug_barrier()  # every thread has stored before one of them says so
     others = tl.num_programs(0) * SPLIT - 1
     if tl.atomic_add(lock, 1, sem="acq_rel") == others:
@@ -173,17 +158,9 @@ def route_few_kernel(
         expert = tl.arange(0, EP)
         there = token < tokens
         z = tl.zeros((BT, EP), tl.float32)
-        square = tl.zeros((BT,), tl.float32)
         for i in tl.static_range(SPLIT):
             at = (i * BX + token[:, None]) * EP + expert[None, :]
             z += tl.load(partials + at, mask=there[:, None], other=0.0, cache_modifier=".cg")
-            if SCALED:
-                at = i * BX + token
-                square += tl.load(squares + at, mask=there, other=0.0, cache_modifier=".cg")
-        if SCALED:
-            factor = tl.rsqrt(square / K + eps)
-            tl.store(scale + token, factor, mask=there)
-            z *= factor[:, None]
         if BIAS:
             z += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)[None, :]
         live = living(rows, spare, token, tokens, PADDED)
@@ -210,8 +187,6 @@ def route_few(
     into: Dispatch,
     *,
     bias: Tensor | None = None,
-    eps: float | None = None,
-    scale: Tensor | None = None,
     correction: Tensor | None = None,
     rows: Tensor | None = None,
     spare: int = -1,
@@ -221,19 +196,17 @@ def route_few(
 ) -> None:
     """x [T, K], T at most FEW_TOKENS, weight [E, K] -> all of `into`, as `dispatch` leaves it.
 
-    eps: x is before its RMSNorm, whose weight the matrix holds; the logits and scale [T] float32
-    get 1 / sqrt(mean(x^2) + eps). None: x is what the matrix takes. bias [E]; correction, rows,
-    spare and tally as in `dispatch.route_and_dispatch`. Logits are summed in float32.
+    bias [E]; correction, rows, spare and tally as in `dispatch.route_and_dispatch`. Logits are
+    summed in float32.
     """
     (tokens, k), count = x.shape, routing.experts
     assert 1 <= tokens <= FEW_TOKENS, f"{tokens} tokens: one program orders {FEW_TOKENS} at most"
     assert tokens == into.tokens, f"{tokens} tokens, a dispatch of {into.tokens}"
     assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
-    assert (eps is None) == (scale is None), "a norm leaves a factor a token"
     check_output(x, (tokens, k))
     check_output(weight, (count, k))
     check_dispatch(into, routing, tally)
-    for tensor, shape in ((bias, (count,)), (correction, (count,)), (scale, (tokens,))):
+    for tensor, shape in ((bias, (count,)), (correction, (count,))):
         if tensor is not None:
             check_output(tensor, shape)
     if rows is not None:
@@ -246,24 +219,17 @@ def route_few(
     launch(route_few_kernel, (cdiv(count, _ROWS), split),
         x, weight, x if bias is None else bias, x if correction is None else correction,
         into.experts if rows is None else rows,
-        workspace.partials, workspace.squares, workspace.locks,
-        into.experts, into.weights, into.weights if scale is None else scale,
-        into.order, into.tile_experts, into.experts if tally is None else tally,
-        tokens, spare, into.tiles, 0.0 if eps is None else eps,
-        K=k, SPLIT=split, BIAS=bias is not None, SCALED=eps is not None,
+        workspace.partials, workspace.locks,
+        into.experts, into.weights, into.order, into.tile_experts,
+        into.experts if tally is None else tally,
+        tokens, spare, into.tiles, K=k, SPLIT=split, BIAS=bias is not None,
         **constants(routing, correction, rows), BT=padded, BX=max(16, padded),
         BN=_ROWS, BK=columns, BM=into.tile_rows, BF=_FILLED, TALLY=tally is not None,
-        num_warps=4 if padded <= 8 else 8, **pdl.options(with_pdl),
+        num_warps=4 if padded <= 4 else 8, **pdl.options(with_pdl),
     )  # fmt: skip
 
 
-def route_few_reference(
-    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, eps: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Logits [T, E] and factors [T] in float64; `router.route_reference` has the rest."""
-    y = x.double()
-    scale = torch.ones_like(y[:, 0])
-    if eps is not None:
-        scale = (y.square().mean(-1) + eps).rsqrt()
-    logits = (y * scale[:, None]) @ weight.double().T
-    return (logits if bias is None else logits + bias.double()), scale
+def logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[T, E] in float64; `router.route_reference` has the rest."""
+    logits = x.double() @ weight.double().T
+    return logits if bias is None else logits + bias.double()

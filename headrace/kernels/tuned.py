@@ -20,6 +20,7 @@ import torch
 from headrace.kernels.attention_configs import DecodeConfig, decode_config
 from headrace.kernels.attention_decode import choose_splits
 from headrace.kernels.product import MAX_TOKENS, Config, block_m
+from headrace.kernels.shapes import power_of_two
 
 FOLDER = Path(__file__).parent / "tuned"
 KINDS = ("qkv", "out", "gate_up", "down", "head")
@@ -48,35 +49,35 @@ def entry(kind: str, n: int, k: int, bucket: int, config: Config | None) -> dict
     return {"kind": kind, "n": n, "k": k, "bucket": bucket, "config": fields}
 
 
-def default(m: int, n: int) -> Config:
-    """For a shape that nobody measured: no split, at most 105 KB of shared memory, and as many
-    bytes on their way as the memory of a card of 132 multiprocessors wants. Narrow matrices are
-    fetched whole into the L2 cache: the kernel before them (attention) leaves the memory idle."""
-    block_n = 16 if n <= 4096 else 32 if n <= 8192 else 64  # a program each multiprocessor
-    bucket, ahead = block_m(m), 131072 if block_n == 16 else 32768
-    if bucket == 16 and block_n == 16:
-        return Config(block_n, block_k=256, warps=4, stages=5, prefetch_bytes=ahead)
-    if bucket == 16:
-        return Config(block_n, block_k=8192 // block_n, warps=4, stages=4, prefetch_bytes=ahead)
-    if bucket == 32:
-        block_k = 256 if block_n == 16 else 128
-        return Config(block_n, block_k, warps=4, stages=4, prefetch_bytes=ahead)
-    block_k, stages = {16: (128, 5), 32: (128, 4), 64: (64, 6)}[block_n]
-    if bucket > 64:
-        block_k, stages = 64, 4
-    return Config(block_n, block_k, warps=4, stages=stages, prefetch_bytes=ahead)
+def default(m: int, n: int, k: int) -> Config:
+    """For a shape that nobody measured: 64 rows a program, as most shapes that somebody did, and a
+    matrix of few rows split until a card of 132 multiprocessors is full. Norms stay apart: as a
+    kernel of their own they cost less than a microsecond, folded in more."""
+    bucket, block_n, split = block_m(m), 64, 1
+    while -(-n // block_n) * split < 128 and split < 8 and split * 512 <= k:
+        split *= 2
+    block_k, warps, stages = {
+        16: (128, 8 if split > 1 else 4, 5 if split > 1 else 4),
+        32: (128, 4, 4),
+        64: (64, 4, 8 if split > 1 else 6),
+    }.get(bucket, (64, 4, 4))
+    return Config(
+        block_n, block_k, warps, stages, split, prefetch_bytes=16384 if split > 1 else 32768,
+        fold_norm=False, stagger=split > 1,
+    )  # fmt: skip
 
 
 def of_heads(m: int, n: int, k: int, head_dim: int) -> Config | None:
     """For q, k and v of m tokens whose heads have norms: a program takes the rows of a head, of as
-    many columns as leave each multiprocessor one. None: no program takes heads of that size."""
-    if head_dim not in (16, 32, 64, 128, 256):
+    many columns as leave each multiprocessor one. None: no program takes heads of that size, or
+    others are faster."""
+    if head_dim not in (16, 32, 64, 128, 256) or m > 32:
         return None
-    block_k, split = max(16, min(256, 8192 // head_dim, k)), 1
-    while n // head_dim * split < 128 and block_k * split * 4 <= k:
+    block_k = max(16, min(256, 8192 // head_dim, power_of_two(k)))
+    split = 1
+    while -(-n // head_dim) * split < 128 and block_k * split * 4 <= k:
         split *= 2
-    stages = 6 if block_m(m) < 64 else 4
-    return Config(head_dim, block_k, warps=4, stages=stages, split_k=split, prefetch_bytes=65536)
+    return Config(head_dim, block_k, warps=4, stages=6, split_k=split, fold_norm=False)
 
 
 def choose(
@@ -96,7 +97,7 @@ def choose(
     measured = entries(card_file(device_name, folder))
     if m > MAX_TOKENS or not measured:
         return None
-    unmeasured = default(m, n) if m <= 64 else None
+    unmeasured = default(m, n, k) if m <= 64 else None
     return measured.get((kind, n, k, block_m(m)), unmeasured)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,12 +66,11 @@ class RMSNorm(nn.Module):
         self.weight = unset(hidden, dtype=dtype)
         self.hidden, self.eps = hidden, eps
 
-    def fold_into(self, matrices: Sequence[Tensor]) -> None:
-        """Multiply the columns of all matrices behind the norm, each product rounded once, and
-        leave 1 here, in their type."""
-        for matrix in matrices:
-            matrix.mul_(self.weight)
-        self.weight = nn.Parameter(torch.ones_like(matrices[0][0]), requires_grad=False)
+    def fold_into(self, linear: Linear) -> None:
+        """Multiply the columns of `linear`, each product rounded once, and leave 1 here, in the
+        type of the matrix."""
+        linear.weight.mul_(self.weight)
+        self.weight = nn.Parameter(torch.ones_like(linear.weight[0]), requires_grad=False)
         self.folded = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -247,10 +246,6 @@ class Block(nn.Module):
         y = ops.attend(self.attention, q)
         return ops.add_linear(x, y, self.out, self.post_attn_norm)
 
-    def fed(self) -> Sequence[Tensor]:
-        """The matrices behind `ffn_norm`."""
-        return [(self.ffn.gate_up if isinstance(self.ffn, GatedMlp) else self.ffn.up).weight]
-
     def feed(self, x: Tensor, ops: Ops) -> Tensor:
         """x with what the layer's feed-forward adds."""
         return ops.add_mlp(x, self.ffn_norm, self.ffn, self.post_ffn_norm)
@@ -297,11 +292,16 @@ class Decoder(nn.Module):
             return
         for block in self.blocks:
             assert isinstance(block, Block), "a decoder is made of blocks"
-            first = [block.qkv.weight] if block.foldable else []
-            for norm, matrices in ((block.attn_norm, first), (block.ffn_norm, block.fed())):
-                if matrices:
-                    assert isinstance(norm, RMSNorm), "only an RMS norm is a factor"
-                    norm.fold_into(matrices)
+            feed = getattr(block, "ffn", None)  # a routed one reads its norm in two places
+            first = block.qkv if block.foldable else None
+            for norm, matrix in ((block.attn_norm, first), (block.ffn_norm, feed)):
+                if matrix is None:
+                    continue
+                assert isinstance(norm, RMSNorm), "only an RMS norm is a factor"
+                linear = matrix.gate_up if isinstance(matrix, GatedMlp) else matrix
+                linear = linear.up if isinstance(linear, PlainMlp) else linear
+                assert isinstance(linear, Linear), "the matrix behind a norm"
+                norm.fold_into(linear)
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
         """x [n, hidden] -> [n, vocab_size]. Rows that only pad the vocabulary are left out: every

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -98,14 +96,6 @@ class RoutedBlock(Block):
         self.routed = RoutedMlp(spec, dtype) if spec.layer(index).mlp == "experts" else None
         if self.routed is not None:
             del self.ffn
-
-    def fed(self) -> Sequence[Tensor]:
-        """See `Block`: a routed layer's norm is read by the router and by the experts."""
-        return (
-            super().fed()
-            if self.routed is None
-            else (self.routed.router.weight, self.routed.gate_up)
-        )
 
     def feed(self, x: Tensor, ops: Ops) -> Tensor:
         """See `Block`."""

@@ -88,7 +88,7 @@ def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
         BLOCKS,
         card,
         buffers,
-        choose=lambda kind, m, n, k: None if folded else default(m, n),
+        choose=lambda kind, m, n, k: None if folded else default(m, n, k),
     )
     vocab = facts.spec.vocab_size
     capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, vocab, draws_note=NOTE)

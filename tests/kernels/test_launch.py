@@ -18,7 +18,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+launchers = []
+
 class Card:
+    def launcher_cls(self, src, metadata): launchers.append((src.name, str(src.signature)))
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
@@ -44,6 +47,7 @@ for kind in ("greedy", "greedy", "plain"):
     with compiling(2):
         work(kind)
     counts.append([compiled(), fetched()])
+built = sorted(launchers)
 failed = []
 for _ in range(2):  # a compilation that fails does not spoil what comes after
     try:
@@ -57,7 +61,7 @@ try:  # a launch passes the cache and then fails on the missing card
 except Exception:
     launched = False
 counts.append([compiled(), fetched()])
-print(json.dumps([counts, failed, launched, poked.tolist()]))
+print(json.dumps([counts, failed, launched, poked.tolist(), built]))
 """
 
 
@@ -77,9 +81,11 @@ def run(cache: Path) -> Any:
 
 
 def test_compiled_side_by_side_and_found_again_on_disk(tmp_path: Path) -> None:
-    counts, failed, launched, poked = run(tmp_path)
+    counts, failed, launched, poked, built = run(tmp_path)
     assert counts == [[3, 0], [3, 0], [5, 0], [5, 0]], "each once; a plain draw has two of its own"
     assert set(failed) == {"CompilationError"}, "triton 3.7 says it once, 3.6 each time"
+    assert len(built) == 5, "what launches a kernel is built beside it"
+    assert len({tuple(one) for one in built}) == 3, "greedy and plain draws differ by constants"
     assert not launched, "this card cannot launch"
     assert poked == [0] * 9, "nothing ran"
     counts, *_ = run(tmp_path)

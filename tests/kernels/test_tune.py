@@ -61,7 +61,7 @@ def test_a_faster_library_is_kept(device: torch.device) -> None:
     slow = tuner(device, itertools.count(1))
     for outcome in slow.tune("out", slow.weights("out", 2), most=1):
         assert outcome.config is None
-        assert outcome.best == default(outcome.bucket, outcome.n)
+        assert outcome.best == default(outcome.bucket, outcome.n, outcome.k)
         assert outcome.error < 2e-3
         assert outcome.json()["config"] is None
 
@@ -70,7 +70,7 @@ def test_a_wrong_product_is_caught(device: torch.device, monkeypatch: pytest.Mon
     made = tuner(device, itertools.count(1))
     monkeypatch.setattr(made.steps[17], "reference", lambda *_: torch.ones(17, 32, device=device))
     with pytest.raises(AssertionError, match="relative error"):
-        made.check("out", made.weights("out", 1)[0], default(32, 32), 32)
+        made.check("out", made.weights("out", 1)[0], default(32, 32, 32), 32)
 
 
 def test_other_shapes_stay_in_the_file(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_other_shapes_stay_in_the_file(tmp_path: Path) -> None:
 def test_candidates_of_a_real_shape(kind: str, bucket: int) -> None:
     n, k = Shape().matrices()[kind]
     made = candidates(bucket, n, k, most=48)
-    assert made[0] == default(bucket, n)
+    assert made[0] == default(bucket, n, k)
     assert 20 <= len(made) <= 48
     assert len(set(made)) == len(made)
     assert made == candidates(bucket, n, k, most=48)

@@ -8,8 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.kernels.product import BUCKETS, Config, block_m, columns_a_turn, shared_bytes
-from headrace.kernels.tuned import FOLDER, KINDS, card_file, choose, default, entries, entry
+from headrace.kernels.product import (
+    BUCKETS,
+    Config,
+    Workspace,
+    block_m,
+    columns_a_turn,
+    shared_bytes,
+)
+from headrace.kernels.shapes import power_of_two
+from headrace.kernels.tuned import (
+    FOLDER,
+    KINDS,
+    card_file,
+    choose,
+    default,
+    entries,
+    entry,
+    of_heads,
+)
 
 MEASURED = Config(64, 128, 4, 5, 2, 65536, False)
 
@@ -21,8 +38,8 @@ def test_measured_default_and_library(tmp_path: Path) -> None:
     for m in (1, 16):
         assert choose("qkv", m, 7168, 5120, "Card X-1", folder=tmp_path) == MEASURED
     assert choose("qkv", 33, 7168, 5120, "Card X-1", folder=tmp_path) is None
-    assert choose("qkv", 32, 7168, 5120, "Card X-1", folder=tmp_path) == default(32, 7168)
-    assert choose("out", 1, 7168, 5120, "Card X-1", folder=tmp_path) == default(1, 7168)
+    assert choose("qkv", 32, 7168, 5120, "Card X-1", folder=tmp_path) == default(32, 7168, 5120)
+    assert choose("out", 1, 7168, 5120, "Card X-1", folder=tmp_path) == default(1, 7168, 5120)
     assert choose("qkv", 1, 7168, 5120, "Card Y", folder=tmp_path) is None, "an unknown card"
 
 
@@ -34,14 +51,32 @@ def test_beyond_these_kernels_the_library() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 17, 64])
-@pytest.mark.parametrize("n", [512, 5120, 152064])
-def test_two_programs_of_the_default_fit_a_measured_card(m: int, n: int) -> None:
-    config = default(m, n)
-    assert shared_bytes(config, block_m(m)) <= 105 << 10
-    assert config.split_k == 1, "a default needs no workspace"
+@pytest.mark.parametrize(("n", "k"), [(512, 48), (5120, 2048), (2048, 4096), (152064, 5120)])
+def test_the_default_fits_a_measured_card(m: int, n: int, k: int) -> None:
+    config = default(m, n, k)
+    assert shared_bytes(config, block_m(m)) <= 150 << 10
+    tiles = -(-n // config.block_n)
+    if config.split_k > 1:
+        assert tiles * config.split_k <= 256, "split no further than the card"
+        assert Workspace(torch.device("cpu")).fits(tiles, block_m(m), config)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(m, 4096, dtype=dtype)
         assert columns_a_turn(x, config) * x.element_size() <= config.block_k * 2
+
+
+@pytest.mark.parametrize("k", [16, 48, 53, 640, 2048, 5120])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_programs_of_a_head(head_dim: int, k: int) -> None:
+    config = of_heads(3, 6 * head_dim, k, head_dim)
+    if head_dim == 80:  # no power of two
+        assert config is None
+        return
+    assert config is not None
+    sizes = (config.block_n, config.block_k, config.warps, config.split_k)
+    assert all(size == power_of_two(size) for size in sizes), "as kernels take them"
+    assert config.block_n == head_dim
+    assert shared_bytes(config, 16) <= 150 << 10
+    assert of_heads(33, 6 * head_dim, k, head_dim) is None
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)

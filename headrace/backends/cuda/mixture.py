@@ -11,7 +11,6 @@ from torch import Tensor
 
 from headrace.kernels.dispatch import DispatchScratch, route_and_dispatch
 from headrace.kernels.experts import (
-    ADDED_TOKENS,
     combine,
     default_config,
     default_tile_rows,
@@ -60,7 +59,6 @@ class Mixture:
         self._inner = torch.zeros((items, spec.experts.ffn), dtype=dtype, device=device)
         self._y = torch.zeros((items, spec.hidden), dtype=dtype, device=device)
         self._logits = torch.zeros((tokens, self.routing.experts), device=device)
-        self._scale = torch.zeros(FEW_TOKENS, device=device)
         assert self._logits.dtype == torch.float32, "torch's default dtype was changed"
         self.loads = ExpertLoads(spec, device)
         self._mirror: Mirror | None = None
@@ -81,15 +79,10 @@ class Mixture:
         spare: int,
         workspace: Workspace,
         *,
-        eps: float | None = None,
         with_pdl: bool,
     ) -> Tensor:
         """x [T, hidden] += mlp(normed), T at most `tokens`; rows [T]: those of row `spare` are
-        padding, which no expert sees.
-
-        eps: of an RMSNorm whose weight the matrices hold, and which `normed` still is to go
-        through; only for steps that are `few`.
-        """
+        padding, which no expert sees."""
         tokens, routing = x.shape[0], self.routing
         tile_rows = default_tile_rows(tokens, routing)
         plan = self._scratch.of(tokens, tile_rows)
@@ -98,38 +91,27 @@ class Mixture:
             "correction": mlp.correction, "rows": rows, "spare": spare, "tally": tally,
             "with_pdl": with_pdl,
         }  # fmt: skip
-        scale = None if eps is None else self._scale[:tokens]
-        if self.few(normed):
-            route_few(
-                normed, mlp.router.weight, routing, plan, bias=mlp.router.bias, eps=eps,
-                scale=scale, workspace=workspace, **common,
-            )  # fmt: skip
+        if tokens <= FEW_TOKENS:
+            weight, bias = mlp.router.weight, mlp.router.bias
+            route_few(normed, weight, routing, plan, bias=bias, workspace=workspace, **common)
         else:
-            assert eps is None, "a norm folds where tokens are few"
             logits = self._route(normed, mlp, workspace, with_pdl=with_pdl)
             route_and_dispatch(logits, routing, plan, **common)
         total, items, hidden = routing.total, tokens * routing.each, x.shape[1]
-        ffn, config = mlp.spec.ffn, default_config(tile_rows)
+        ffn, config = mlp.spec.ffn, default_config(tile_rows, tokens)
         inner, y = self._inner[:items], self._y[:items]
         up_bias = None if mlp.gate_up_bias is None else mlp.gate_up_bias.view(total, 2 * ffn)
         down_bias = None if mlp.down_bias is None else mlp.down_bias.view(total, hidden)
         expert_gate_up(
-            normed, mlp.gate_up.view(total, 2 * ffn, hidden), plan, scale=scale, bias=up_bias,
+            normed, mlp.gate_up.view(total, 2 * ffn, hidden), plan, bias=up_bias,
             limit=CLAMP if mlp.act == "clamped" else 0.0, out=inner, config=config,
             with_pdl=with_pdl,
         )  # fmt: skip
-        added = tokens <= ADDED_TOKENS
         expert_down(
-            inner, mlp.down.view(total, hidden, ffn), plan, bias=down_bias, out=y,
-            stream=x if added else None, workspace=workspace, config=config, with_pdl=with_pdl,
+            inner, mlp.down.view(total, hidden, ffn), plan, bias=down_bias, out=y, config=config,
+            with_pdl=with_pdl,
         )  # fmt: skip
-        if added:
-            return x
         return combine(y, plan, residual=x, out=x, with_pdl=with_pdl)
-
-    def few(self, x: Tensor) -> bool:
-        """Whether a step's routing is one launch, in which a norm may fold."""
-        return x.shape[0] <= FEW_TOKENS
 
     def _route(
         self, normed: Tensor, mlp: RoutedMlp, workspace: Workspace, *, with_pdl: bool

@@ -161,7 +161,8 @@ class CudaOps:
         config = fused = self._config("qkv", n, weights.weight)
         if config is not None and norms is not None:
             rows, width = weights.weight.shape
-            fused = of_heads(n, rows, width, out.shape[2])
+            if config.block_n != out.shape[2]:  # nobody measured it
+                fused = of_heads(n, rows, width, out.shape[2])
         if fused is not None and plain and attention.own:
             y, gain = self._taken(x, norm)
             return qkv(
@@ -368,20 +369,14 @@ class CudaOps:
         pieces = -(-n // mixture.tokens)
         for piece in range(pieces):
             own = slice(n * piece // pieces, n * (piece + 1) // pieces)
-            part, eps = x[own], None
-            if isinstance(norm, RMSNorm) and norm.folded and mixture.few(part):
-                normed, eps = part, norm.eps
-            else:
-                normed = self._normed(part, norm)
             mixture.add(
                 layer,
-                part,
-                normed,
+                x[own],
+                self._normed(x[own], norm),
                 mlp,
                 self._rows[own],
                 spare,
                 place.workspace,
-                eps=eps,
                 with_pdl=place.pdl,
             )
         return x
