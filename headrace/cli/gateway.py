@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 import time
 import typing
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,9 @@ import uvloop
 
 from headrace.config import flag_of
 from headrace.errors import ConfigError
-from headrace.gateway.app import Gateway, serve
+from headrace.gateway.app import serve
+from headrace.gateway.board import Board
+from headrace.gateway.processes import Processes, listen
 from headrace.gateway.registry import FileRegistry, Registry, StaticRegistry
 from headrace.gateway.settings import (
     HELP,
@@ -30,6 +33,7 @@ from headrace.gateway.settings import (
     merge,
     read_fleet,
 )
+from headrace.gateway.siblings import Siblings
 from headrace.gateway.tenants import Doorkeeper
 from headrace.observe.logs import configure_logging
 
@@ -79,25 +83,69 @@ def command(
     settings = merge(file.gateway if file else {}, flags)
     doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
     configure_logging(settings.log_level)
-    registry: Registry = StaticRegistry(specs)
-    if config_file is not None:
-        registry = FileRegistry(config_file, specs)
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        sock = socket.create_server(
-            (settings.host, settings.port), family=family, backlog=4096, reuse_port=False
+    said = partial(_say, settings.host, len(workers))
+    if settings.processes > 1:
+        if doorkeeper.limited and not settings.redis_url:
+            raise ConfigError(
+                "limits of several processes are kept in Redis or Valkey: redis_url",
+                param="processes",
+            )
+        processes = Processes(
+            settings.host,
+            settings.port,
+            settings.processes,
+            settings.shutdown_timeout_s,
+            partial(_serve_one, settings, specs, config_file),
+            said,
         )
-    except OSError as error:
-        raise ConfigError(f"{settings.host}:{settings.port}: {error}", param="port") from None
-    with sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, registry, doorkeeper, sock, _say))
+        raise SystemExit(processes.run())
+    with listen(settings.host, settings.port, shared=False) as sock:
+        _run(
+            serve(
+                settings,
+                _registry(specs, config_file),
+                doorkeeper,
+                sock,
+                lambda made: said(made.port),
+            )
+        )
 
 
-def _say(gateway: Gateway) -> None:
-    host = gateway.settings.host
+def _registry(specs: tuple[WorkerSpec, ...], config_file: Path | None) -> Registry:
+    return StaticRegistry(specs) if config_file is None else FileRegistry(config_file, specs)
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serving)
+
+
+def _serve_one(
+    settings: GatewaySettings,
+    specs: tuple[WorkerSpec, ...],
+    config_file: Path | None,
+    folder: Path,
+    own: int,
+    port: int,
+    pipe: Connection,
+) -> None:
+    """One of several processes behind the port."""
+    configure_logging(settings.log_level)
+    file = read_fleet(config_file) if config_file else None
+    doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
+    board = Board(folder / "board", settings.processes, own)
+    siblings = Siblings(folder, settings.processes, own)
+    registry = _registry(specs, config_file)
+    with listen(settings.host, port, shared=True) as sock:
+        _run(
+            serve(settings, registry, doorkeeper, sock, lambda _: pipe.send(None), siblings, board)
+        )
+    board.close()
+
+
+def _say(host: str, workers: int, port: int) -> None:
     shown = f"[{host}]" if ":" in host else host
-    count = len(gateway.fleet.workers)
-    print(f"gateway: http://{shown}:{gateway.port}, {count} workers", file=sys.stderr, flush=True)
+    print(f"gateway: http://{shown}:{port}, {workers} workers", file=sys.stderr, flush=True)
 
 
 @command.command("drain")

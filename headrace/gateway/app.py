@@ -14,17 +14,20 @@ import msgspec
 
 from headrace import __version__
 from headrace.errors import HeadraceError, InvalidRequest, NotFound, ShuttingDown, WrongMethod
+from headrace.gateway.answers import body_of
+from headrace.gateway.board import Board
 from headrace.gateway.checks import Checks
 from headrace.gateway.connection import JSON, Client, Request, Serving
 from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
 from headrace.gateway.ledger import Ledger
-from headrace.gateway.metrics import GatewayMetrics
+from headrace.gateway.metrics import GatewayMetrics, merged
 from headrace.gateway.prompt import GENERATES, Prompt, PromptReader
 from headrace.gateway.queue import Queue
 from headrace.gateway.registry import Registry
 from headrace.gateway.settings import GatewaySettings
+from headrace.gateway.siblings import Answering, Gathering, Kept, Siblings
 from headrace.gateway.sse import Usage
 from headrace.gateway.tenants import Doorkeeper
 from headrace.gateway.worker import Worker
@@ -43,6 +46,8 @@ RELAYED = GENERATES | {
 }
 OPEN = frozenset({"/health", "/ready"})  # need no key
 DECISIONS = "/gateway/decisions/"
+TOGETHER = frozenset({"/metrics", "/gateway/drain"})  # all processes behind a port are asked
+BACKLOG = 4096  # connections that the kernel holds until they are accepted
 TICK_S = 1.0
 
 
@@ -50,17 +55,26 @@ class Gateway:
     """One process. `run` serves until it is told to stop."""
 
     def __init__(
-        self, settings: GatewaySettings, registry: Registry, doorkeeper: Doorkeeper
+        self,
+        settings: GatewaySettings,
+        registry: Registry,
+        doorkeeper: Doorkeeper,
+        siblings: Siblings | None = None,
+        board: Board | None = None,
     ) -> None:
+        """siblings and board: there are other processes behind the same port."""
         self.settings = settings
         self.registry = registry
-        self.fleet = Fleet(settings)
+        self.fleet = Fleet(settings, board)
+        self._siblings = siblings
         self.fleet.changed.append(self._worker_hangs)
         self.reader = PromptReader(settings.ask_usage)
         self.doorkeeper = doorkeeper
         self.ledger: Ledger | None = None
         if settings.redis_url:
-            self.ledger = Ledger(settings.redis_url, settings.redis_timeout_s)
+            self.ledger = Ledger(
+                settings.redis_url, settings.redis_timeout_s, gateways=settings.processes
+            )
         self.queue = Queue(settings.max_queue, settings.starve_s)
         self.metrics = GatewayMetrics(self.fleet, self.queue)
         self.decisions = Decisions(settings.decisions)
@@ -88,7 +102,11 @@ class Gateway:
         self.registry.start(self._apply)
         if self.ledger is not None:
             await self.ledger.start()
-        server = await loop.create_server(self._client, sock=sock)
+        server = await loop.create_server(self._client, sock=sock, backlog=BACKLOG)
+        inside: asyncio.Server | None = None
+        if self._siblings is not None:
+            self._siblings.path.unlink(missing_ok=True)  # of one that died in this place
+            inside = await loop.create_unix_server(self._inside, str(self._siblings.path))
         self.port = int(sock.getsockname()[1])
         ticking = asyncio.create_task(self._tick())
         try:
@@ -98,6 +116,8 @@ class Gateway:
             server.close()
             await self._drain()
         finally:
+            if inside is not None:
+                inside.close()
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
             await self._checks.stop()
@@ -163,6 +183,9 @@ class Gateway:
     def _client(self) -> Client:
         return Client(self._handle, self.clients, self.settings.max_body_bytes)
 
+    def _inside(self) -> Client:
+        return Client(self._handle_sibling, self.clients, self.settings.max_body_bytes)
+
     def _worker_hangs(self, worker: Worker) -> None:
         for exchange in list(self.exchanges):
             if exchange.worker is worker:
@@ -186,13 +209,46 @@ class Gateway:
                 self.exchanges.add(exchange)
                 exchange.start()
                 return exchange
+            if self._siblings is not None and (path in TOGETHER or path.startswith(DECISIONS)):
+                return Gathering(client, self._together(client, request, self._siblings))
             self._own(client, request)
         except HeadraceError as error:
             self.metrics.requests.add(str(error.status))
             client.refuse(error, path)
         return None
 
-    def _own(self, client: Client, request: Request) -> None:
+    def _handle_sibling(self, client: Client, request: Request) -> Serving | None:
+        """Another process of this gateway asks; it has looked at the key."""
+        try:
+            self._own(client, request)
+        except HeadraceError as error:
+            client.refuse(error, request.path)
+        return None
+
+    async def _together(self, client: Client, request: Request, siblings: Siblings) -> None:
+        """Answer what every process knows a part of."""
+        path, own = request.path, Kept()
+        try:
+            self._own(own, request)
+        except HeadraceError as error:
+            own.answer(error.status, [JSON], msgspec.json.encode(body_of(error, path)))
+        method, target = request.method.decode(), request.target.decode("latin-1")
+        others: list[tuple[int, bytes]] = []
+        if not path.startswith(DECISIONS) or own.status != 200:
+            others = await siblings.ask(method, target, request.body)
+        good = [body for status, body in ((own.status, own.body), *others) if status == 200]
+        if not good:
+            client.answer(own.status, [JSON], own.body)
+        elif path == "/metrics":
+            client.answer(200, own.headers, merged(good))
+        elif path == "/gateway/drain":
+            said = [msgspec.json.decode(body) for body in good]
+            whole = {**said[0], "requests": sum(one["requests"] for one in said)}
+            client.answer(200, [JSON], msgspec.json.encode(whole))
+        else:
+            client.answer(200, [JSON], good[0])
+
+    def _own(self, client: Answering, request: Request) -> None:
         """Answer what the gateway itself knows."""
         path = request.path
         if path == "/gateway/drain":
@@ -316,9 +372,11 @@ async def serve(
     doorkeeper: Doorkeeper,
     sock: socket.socket,
     ready: Callable[[Gateway], None],
+    siblings: Siblings | None = None,
+    board: Board | None = None,
 ) -> None:
-    """Run a gateway until SIGTERM or SIGINT. Call in the main thread."""
-    gateway = Gateway(settings, registry, doorkeeper)
+    """Run a gateway until SIGTERM or SIGINT. Call in the main thread. See `Gateway`."""
+    gateway = Gateway(settings, registry, doorkeeper, siblings, board)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.stop)

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.errors import HeadraceError, NotFound, NoWorker, TargetMissed
 from headrace.gateway.beliefs import Beliefs
+from headrace.gateway.board import Board
 from headrace.gateway.event_feed import State
 from headrace.gateway.load import Lease
 from headrace.gateway.policy import POLICIES, predicted_ttft_s
@@ -42,8 +43,9 @@ class Placement(msgspec.Struct, frozen=True):
 class Fleet:
     """Workers by name. A registry calls `apply` with what there should be."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: GatewaySettings, board: Board | None = None) -> None:
+        """board: other processes route to the same workers."""
+        self._settings, self._board = settings, board
         self._policy = POLICIES[settings.policy]
         self._knobs = Knobs(affinity=settings.affinity, decode_weight=settings.decode_weight)
         self._random = random.Random()
@@ -60,15 +62,16 @@ class Fleet:
         for name, worker in list(self.workers.items()):
             if wanted.get(name) != worker.spec:
                 log.info("worker %s leaves", name)
-                worker.gone = True
-                worker.pool.close()
+                worker.leaves()
                 self.index.remove_worker(name)
                 self.beliefs.remove_worker(name)
                 del self.workers[name]
         for name, spec in wanted.items():
             if name not in self.workers:
                 log.info("worker %s comes", name)
-                self.workers[name] = Worker(spec, self._settings, new=self._begun)
+                self.workers[name] = Worker(
+                    spec, self._settings, new=self._begun, board=self._board
+                )
                 self.index.add_worker(name)
                 self.beliefs.add_worker(name)
         self._begun = True

@@ -5,7 +5,7 @@ changes a dozen of them: prometheus_client writes them out when somebody asks. G
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -14,12 +14,16 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from headrace.gateway.fleet import Fleet
 from headrace.gateway.queue import Queue
 from headrace.gateway.worker import Worker
 from headrace.observe.histogram import FINE, WORK
+
+ALIKE = ("_worker_up", "_worker_breaker_open", "_worker_index")  # gauges that do not add up
 
 NAME = "headrace_gateway"
 
@@ -180,3 +184,35 @@ class GatewayMetrics:
     def expose(self) -> bytes:
         """The text for /metrics."""
         return generate_latest(self.registry)
+
+
+class _Merged(Collector):
+    def __init__(self, texts: Iterable[bytes]) -> None:
+        self._texts = list(texts)
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for text in self._texts:
+            for family in text_string_to_metric_families(text.decode()):
+                families.setdefault(family.name, family)
+                into = values.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = (sample.name, tuple(sample.labels.items()))
+                    if family.name.endswith(ALIKE):
+                        into[key] = max(into.get(key, 0.0), sample.value)
+                    else:
+                        into[key] = into.get(key, 0.0) + sample.value
+        for name, family in families.items():
+            family.samples = [
+                Sample(sample, dict(labels), value)
+                for (sample, labels), value in values[name].items()
+            ]
+            yield family
+
+
+def merged(texts: Iterable[bytes]) -> bytes:
+    """The text for /metrics of several processes, from that of each."""
+    registry = CollectorRegistry()
+    registry.register(_Merged(texts))
+    return generate_latest(registry)

@@ -42,6 +42,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8080
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1
     policy: PolicyName = "token_cost"
     affinity: Share = 0.75
     decode_weight: Annotated[float, Meta(ge=0)] = 0.03
@@ -73,6 +74,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 HELP: Mapping[str, str] = {
     "host": "address to listen on",
     "port": "port to listen on; 0 = any free one",
+    "processes": "so many behind the one port, sharing the load of workers; limits then need "
+    "redis_url",
     "policy": "how a worker is chosen; see docs/gateway.md",
     "affinity": "token_cost: 0 = by load alone, 0.5 = a cached token weighs as much as a waiting "
     "one, 1 = by cache alone",

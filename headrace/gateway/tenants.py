@@ -57,6 +57,9 @@ class Doorkeeper:
     def __init__(self, keys: Sequence[KeySpec], tiers: Mapping[str, TierSpec]) -> None:
         """Raises ConfigError for a tier that is not there, or a tenant of two tiers."""
         self.keyed = bool(keys)
+        self.limited = any(
+            tier.requests_per_min or tier.tokens_per_min or tier.parallel for tier in tiers.values()
+        )
         self._anybody = Tenant("", tiers.get("default", TierSpec()))
         self._seen: dict[bytes, tuple[Tenant, bool]] = {}  # known keys that came: no digest twice
         self._known: dict[bytes, tuple[bytes, Tenant, bool]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.gateway.board import Board, key_of
 from headrace.gateway.breaker import Breaker
 from headrace.gateway.load import Lease, Load
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
@@ -14,12 +15,21 @@ MIN_WARM = 0.05
 class Worker(Load):
     """Its load, its connections, its health."""
 
-    def __init__(self, spec: WorkerSpec, settings: GatewaySettings, *, new: bool = True) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: GatewaySettings,
+        *,
+        new: bool = True,
+        board: Board | None = None,
+    ) -> None:
         """new: it comes while the gateway runs. Nobody knows how long one has been up that was
-        there before, so that one gets its full share at once.
+        there before, so that one gets its full share at once. board: other processes route to it.
         """
         super().__init__()
         self.new = new
+        self._board, self._key = board, key_of(spec.url.rstrip("/"))
+        self._row = board.enter(self._key) if board is not None else -1
         self.spec = spec
         self.name = spec.url.rstrip("/")
         host, port = spec.address
@@ -46,7 +56,10 @@ class Worker(Load):
     @property
     def has_room(self) -> bool:
         """One more request would not have to wait there."""
-        return not self.spec.max_requests or len(self.leases) < self.spec.max_requests
+        if not self.spec.max_requests:
+            return True
+        elsewhere = self._board.others(self._key)[0] if self._board is not None else 0
+        return len(self.leases) + elsewhere < self.spec.max_requests
 
     def serves(self, model: str) -> bool:
         """Whether it has that model; "" = any will do."""
@@ -57,12 +70,15 @@ class Worker(Load):
         warm = 1.0
         if now_s < self.up_since_s + self._slow_start_s:
             warm = max(MIN_WARM, round((now_s - self.up_since_s) / self._slow_start_s, 1))
+        requests = waiting = pending = decode = 0  # of other processes
+        if self._board is not None:
+            requests, waiting, pending, decode = self._board.others(self._key)
         return WorkerView(
             name=self.name,
-            requests=len(self.leases),
-            waiting=self.waiting,
-            pending_tokens=self.left_tokens(now_s),
-            decode_tokens=self.decode_tokens,
+            requests=len(self.leases) + requests,
+            waiting=self.waiting + waiting,
+            pending_tokens=self.left_tokens(now_s) + pending,
+            decode_tokens=self.decode_tokens + decode,
             kv_usage=self.kv_usage,
             warm=warm,
             last_placed=self.last_placed,
@@ -75,9 +91,37 @@ class Worker(Load):
         super().added(lease, number)
         if not self.breaker.closed:
             self.breaker.placed()
+        if self._board is not None:
+            self._tell(self._board)
+
+    def moved(self, lease: Lease, now_s: float, *, seen: bool = True) -> None:
+        """See `Load`."""
+        super().moved(lease, now_s, seen=seen)
+        if self._board is not None:
+            self._tell(self._board)
 
     def removed(self, lease: Lease) -> None:
         """See `Load`."""
         super().removed(lease)
         if not self.breaker.closed:
             self.breaker.released()
+        if self._board is not None:
+            self._tell(self._board)
+            if self.gone and not self.leases:
+                self._leave(self._board)
+
+    def leaves(self) -> None:
+        """It is no longer in the registry: nothing new goes there."""
+        self.gone = True
+        self.pool.close()
+        if self._board is not None and not self.leases:
+            self._leave(self._board)
+
+    def _tell(self, board: Board) -> None:
+        if self._row >= 0:
+            counts = (len(self.leases), self.waiting, self.pending_tokens, self.decode_tokens)
+            board.write(self._row, counts)
+
+    def _leave(self, board: Board) -> None:
+        board.leave(self._row)
+        self._row = -1

@@ -7,16 +7,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from tests.e2e.serving import PATIENCE_S, Server, events
@@ -28,10 +31,10 @@ LONG = {"model": "fake", "prompt": "long", "max_tokens": 900, "stream": True, "i
 class GatewayProcess:
     """`with GatewayProcess("--worker", url) as gateway:` waits until it listens."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, port: int = 0) -> None:
         command = [sys.executable, "-W", "error", "-m", "headrace.cli.main", "gateway"]
         self.process = subprocess.Popen(
-            [*command, "--port", "0", *args], stderr=subprocess.PIPE, text=True, cwd=ROOT
+            [*command, "--port", str(port), *args], stderr=subprocess.PIPE, text=True, cwd=ROOT
         )
         self.said: list[str] = []
         self._ready = threading.Event()
@@ -102,15 +105,16 @@ def mortal() -> Iterator[Server]:
 
 
 def stream(port: int, out: list[bytes], began: threading.Event) -> None:
-    """Read one stream to its end."""
+    """Read one stream to its end, or to where it is cut."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
         connection.request("POST", "/v1/completions", json.dumps(LONG))
         answer = connection.getresponse()
         whole = answer.read1()
         began.set()
-        while data := answer.read1():
-            whole += data
+        with suppress(http.client.IncompleteRead, ConnectionError):
+            while data := answer.read1():
+                whole += data
         out.append(whole)
     finally:
         began.set()
@@ -201,3 +205,114 @@ def test_drain_from_the_command_line_and_sigterm_lets_streams_end(shared_server:
         reader.join(PATIENCE_S)
         assert events(out[0])[-1] == "[DONE]"
         assert gateway.process.wait(PATIENCE_S) == 0
+
+
+class Load:
+    """Threads that ask again and again on new connections, and count what they were told."""
+
+    def __init__(self, port: int, threads: int) -> None:
+        self._port = port
+        self._done = threading.Event()
+        self.answers: list[int] = []
+        self.lost: list[BaseException] = []  # a request that was taken and got no whole answer
+        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(LONG | {"max_tokens": 20}))
+                answer = connection.getresponse()
+            except ConnectionError:  # nobody took it: it may be asked again
+                connection.close()
+                time.sleep(0.002)
+                continue
+            try:
+                whole = answer.read()
+                assert answer.status == 503 or events(whole)[-1] == "[DONE]", whole
+                self.answers.append(answer.status)
+            except (http.client.HTTPException, OSError, AssertionError) as error:
+                self.lost.append(error)
+            finally:
+                connection.close()
+
+    def wait(self, more: int) -> None:
+        """Until so many more were answered well."""
+        goal, deadline_s = self.answers.count(200) + more, time.monotonic() + PATIENCE_S
+        while self.answers.count(200) < goal:
+            assert not self.lost, self.lost
+            assert time.monotonic() < deadline_s, self.answers
+            time.sleep(0.01)
+
+
+def test_a_gateway_that_is_restarted_under_load_loses_no_request(shared_server: Server) -> None:
+    """One ends what it has; the next listens on its port. In between, connects are refused."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with Load(port, 4) as load:
+        with GatewayProcess("--worker", shared_server.url, port=port) as first:
+            first.wait_up(1)
+            load.wait(20)
+        with GatewayProcess("--worker", shared_server.url, port=port) as second:
+            second.wait_up(1)
+            load.wait(20)
+    assert not load.lost, load.lost
+
+
+def test_of_several_processes_one_is_killed_and_another_takes_its_place(mortal: Server) -> None:
+    with GatewayProcess("--worker", mortal.url, "--processes", "2") as gateway:
+        gateway.wait_up(1)
+
+        def running() -> set[int]:
+            children = psutil.Process(gateway.process.pid).children()
+            return {c.pid for c in children if any("spawn_main" in part for part in c.cmdline())}
+
+        before = running()
+        assert len(before) == 2
+        outs: list[list[bytes]] = [[] for _ in range(12)]
+        begins = [threading.Event() for _ in outs]
+        readers = [
+            threading.Thread(target=stream, args=(gateway.port, out, begin))
+            for out, begin in zip(outs, begins, strict=True)
+        ]
+        for reader in readers:
+            reader.start()
+        for begin in begins:
+            assert begin.wait(PATIENCE_S)
+        assert gateway.workers()[mortal.url]["requests"] == 12  # of both, whoever is asked
+        os.kill(min(before), signal.SIGKILL)
+        with Load(gateway.port, 2) as load:
+            load.wait(10)  # the other serves on
+        assert not load.lost, load.lost
+        for reader in readers:
+            reader.join(PATIENCE_S)
+        for (whole,) in outs:  # to its end, or cut without one: none is made up
+            assert events(whole)[-1] == "[DONE]" or b'finish_reason":"' not in whole
+        deadline_s = time.monotonic() + PATIENCE_S
+        while len(running()) < 2 or gateway.workers()[mortal.url]["requests"]:
+            assert time.monotonic() < deadline_s, (running(), gateway.said)
+            time.sleep(0.05)
+        assert max(before) in running()
+        mortal.wait_idle()  # the worker was told that the killed one's clients are gone
+
+
+def test_limits_of_several_processes_need_a_place(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text("[tiers.default]\nparallel = 1\n")
+    command = [sys.executable, "-m", "headrace.cli.main", "gateway", "--config", str(file)]
+    ran = subprocess.run(
+        [*command, "--processes", "2"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert ran.returncode
+    assert "redis_url" in ran.stderr

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.app import Gateway
+from headrace.gateway.board import Board
 from headrace.gateway.registry import Registry, StaticRegistry
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
+from headrace.gateway.siblings import Siblings
 from headrace.gateway.tenants import Doorkeeper
 
 PATIENCE_S = 20.0  # for what should come at once
@@ -200,6 +202,8 @@ async def gateway(
     doorkeeper: Doorkeeper | None = None,
     up: bool = True,
     max_requests: int = 0,
+    siblings: Siblings | None = None,
+    board: Board | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway before `workers`, all of them up. Ends clean: no request, no lease is left."""
@@ -212,6 +216,8 @@ async def gateway(
             [WorkerSpec(url=worker.url, max_requests=max_requests) for worker in workers]
         ),
         doorkeeper or Doorkeeper((), {}),
+        siblings,
+        board,
     )
     ready = asyncio.Event()
     sock = socket.create_server(("127.0.0.1", 0))
