@@ -78,6 +78,7 @@ def test_a_chat_streams(chromium: Browser, default_server: ServeProcess) -> None
     with visit(chromium, default_server.url) as seen:
         page = seen.page
         expect(page.locator("#model")).to_have_text("smollm2-135m-instruct")
+        assert f"look: {default_server.url}/ui" in default_server.said
         answer = ask(page, QUESTION, temperature="0", max_tokens="12")
         expect(answer.locator(".note")).to_have_text("length")
         _, whole = default_server.post(

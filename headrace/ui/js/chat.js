@@ -5,7 +5,7 @@ import { el } from "./dom.js";
 import { drawFields } from "./draw_fields.js";
 import { gauges } from "./gauges.js";
 import { look } from "./records.js";
-import { go } from "./route.js";
+import { choose } from "./route.js";
 import { turn } from "./turn.js";
 
 const HELLO =
@@ -127,7 +127,7 @@ export class Chat {
     const first = () => this.#gauges.first();
     return {
       begun(id) {
-        if (id) go({ id });
+        if (id) choose(id);
         look();
       },
       text(piece) {

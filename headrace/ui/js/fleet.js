@@ -118,7 +118,7 @@ function deviceFacts(device) {
   const others = Object.entries(rest)
     .filter(([, value]) => value !== null && typeof value !== "object")
     .map(([key, value]) => [
-      key.replaceAll("_", " "),
+      key.replace(/_bytes$/, "").replaceAll("_", " "),
       key.endsWith("_bytes") ? bytes(value) : typeof value === "number" ? count(value) : value,
     ]);
   return facts([

@@ -3,7 +3,7 @@ import { el, key } from "./dom.js";
 import { count } from "./format.js";
 import { colours } from "./plot.js";
 import { getJson } from "./server.js";
-import { painted } from "./theme.js";
+import { REPAINT } from "./theme.js";
 
 const REST_MS = 1000;
 const MOST_BLOCKS = 1 << 18; // drawn; a larger cache shows its first ones
@@ -40,13 +40,9 @@ export function kvMap(mine = new Set()) {
   };
   const timer = setInterval(() => {
     if (canvas.isConnected) refresh();
-    else stop();
+    else clearInterval(timer);
   }, REST_MS);
-  const unwatch = painted.watch(() => canvas.isConnected && show());
-  const stop = () => {
-    clearInterval(timer);
-    unwatch();
-  };
+  canvas.addEventListener(REPAINT, show);
   requestAnimationFrame(refresh);
   return [el("div", { class: "row" }, legend), canvas, told];
 }

@@ -22,6 +22,8 @@ export function startLogin(onOpen) {
     again();
     look();
   });
+  const show = () => locked.value && !dialog.open && dialog.showModal();
   dialog.addEventListener("cancel", (event) => event.preventDefault()); // nothing works without it
-  locked.watch((isLocked) => isLocked && !dialog.open && dialog.showModal());
+  dialog.addEventListener("close", show); // browsers let a second Escape through
+  locked.watch(show);
 }

@@ -39,16 +39,21 @@ export function startPipeline(box) {
   const showPanel = perFrame(() => fillPanel(panel));
   const showMetric = () => {
     showTabs();
-    const metrics = panel.querySelector("[data-metric]");
     const stage = current();
-    if (metrics && stage) metrics.textContent = metricWhole(stage.metric, stage.value);
-    else showPanel();
+    if (!stage || panel.dataset.stage !== String(stage.number)) return showPanel();
+    const metrics = panel.querySelector("[data-metric]");
+    if (metrics) metrics.textContent = metricWhole(stage.metric, stage.value);
   };
   stages.watch(showMetric);
   chosen.watch(showTabs);
   chosen.watch(() => isBusy(panel) || showPanel());
   place.watch(showTabs);
-  place.watch(showPanel);
+  place.watch(() => {
+    const { stage } = place.value;
+    tabs.children[stage - 1]?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (panel.dataset.stage !== String(stage)) box.closest(".pane").scrollTop = 0;
+    showPanel();
+  });
 }
 
 /** Whether somebody is at something in the panel: it is not taken from under their hands. */
@@ -123,7 +128,20 @@ function fillPanel(panel) {
   const body = record
     ? [...remarks(record), ...VIEWS[stage.number].view(record)]
     : [el("p", { class: "empty", text: problem ?? NOTHING })];
+  const name = panel.contains(document.activeElement) ? nameOf(document.activeElement) : "";
   panel.replaceChildren(head, ...body);
+  if (name) (find(panel, name) ?? panel).focus({ preventScroll: true });
+}
+
+/** What tells one thing of a panel from the others, in this panel and in the next of its kind. */
+function nameOf(node) {
+  return `${node.dataset.at ?? ""} ${node.getAttribute("aria-label") ?? node.textContent}`;
+}
+
+function find(panel, name) {
+  return [...panel.querySelectorAll("button, input, [tabindex]")].find(
+    (one) => nameOf(one) === name,
+  );
 }
 
 /** Why a request failed, and why its record is not all that was asked for. */

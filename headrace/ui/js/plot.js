@@ -1,6 +1,6 @@
 // Canvases that are sharp, follow their width and the colours of the page.
 import { el } from "./dom.js";
-import { painted } from "./theme.js";
+import { REPAINT } from "./theme.js";
 import { perFrame } from "./frame.js";
 
 const NAMES = ["series-1", "series-2", "series-3", "series-4", "ground", "grid", "label", "ink"];
@@ -28,7 +28,7 @@ export function plot({ height, words, draw, pick }) {
     context.font = `11px ${getComputedStyle(node).getPropertyValue("--mono")}`;
     draw(context, width, height, colours(node));
   });
-  const stop = painted.watch(() => (node.isConnected ? redraw() : stop()));
+  node.addEventListener(REPAINT, redraw);
   new ResizeObserver(redraw).observe(node);
   if (pick) {
     node.addEventListener("click", (event) => pick(event.offsetX / Math.max(1, node.clientWidth)));

@@ -18,6 +18,13 @@ export function go(change) {
   if (hash !== location.hash) location.hash = hash;
 }
 
+/** Another request, without leaving what is looked at. */
+export function choose(id) {
+  if (place.value.view !== "fleet") return go({ id });
+  before = { ...before, id };
+  place.set(before);
+}
+
 function read() {
   const [, view, id = "", stage = ""] = location.hash.split("/");
   if (view === "fleet") return (before = { ...before, view });

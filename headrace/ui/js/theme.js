@@ -1,12 +1,11 @@
 // Light, dark, or as the system says.
-import { cell } from "./cell.js";
 
 const NAME = "headrace-theme";
 const WORDS = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 
-/** Counts changes of colours; canvases are drawn again. */
-export const painted = cell(0);
+/** The event by which a canvas hears that the colours are others. */
+export const REPAINT = "repaint";
 
 export function startTheme(button) {
   let chosen = localStorage.getItem(NAME);
@@ -15,7 +14,8 @@ export function startTheme(button) {
     if (chosen === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = chosen;
     button.textContent = WORDS[chosen];
-    painted.set(painted.value + 1);
+    for (const canvas of document.querySelectorAll("canvas"))
+      canvas.dispatchEvent(new Event(REPAINT));
   };
   button.addEventListener("click", () => {
     chosen = NEXT[chosen];

@@ -8,17 +8,17 @@ const MOST_EVENTS = 200;
 const MOST_BLOCKS = 2000;
 
 export function figure(record) {
-  return record.blocks ? `${record.blocks.table.length} blocks` : "";
+  return record.blocks ? `${distinct(rowsOf(record.blocks))} blocks` : "";
 }
 
 export function view(record) {
   const { blocks } = record;
   if (!blocks) return missing(record, "its blocks");
-  const all = blocks.tables?.length > 1 ? blocks.tables : [{ choice: 0, table: blocks.table }];
-  const rows = all.flatMap(({ table: one }) => one);
+  const all = tablesOf(blocks);
+  const rows = rowsOf(blocks);
   const origin = (name) => rows.filter(([, from]) => from === name).length;
   const about = facts([
-    ["blocks", rows.length],
+    ["blocks", distinct(rows)],
     ["tokens in one", blocks.block_size],
     ["shared", origin("shared")],
     ["new", origin("new")],
@@ -33,9 +33,22 @@ export function view(record) {
   return [
     about,
     block("Block table", "in the order of positions", meaning, ...tables),
-    block("What became of them", "", events(blocks.events ?? [])),
+    block("What became of them", "", events(blocks.events ?? [], all.length > 1)),
     block("In the whole cache, now", "", ...kvMap(new Set(rows.map(([number]) => number)))),
   ];
+}
+
+/** The table of each choice; of one choice alone there may be no list of them. */
+function tablesOf(blocks) {
+  return blocks.tables?.length > 1 ? blocks.tables : [{ choice: 0, table: blocks.table }];
+}
+
+function rowsOf(blocks) {
+  return tablesOf(blocks).flatMap(({ table: rows }) => rows);
+}
+
+function distinct(rows) {
+  return new Set(rows.map(([number]) => number)).size;
 }
 
 function tableOf({ choice, table: rows }, size, several) {
@@ -50,10 +63,10 @@ function tableOf({ choice, table: rows }, size, several) {
   return el("div", { class: "cells", role: "group", "aria-label": name }, label, cells);
 }
 
-function events(all) {
-  const rows = all.slice(0, MOST_EVENTS).map(({ step, kind, blocks }) => [
+function events(all, several) {
+  const rows = all.slice(0, MOST_EVENTS).map(({ step, kind, choice, blocks }) => [
     `#${step}`,
-    kind,
+    several ? `${kind}, choice ${choice}` : kind,
     el("span", {
       class: "mono",
       text: blocks.slice(0, 64).join(" ") + (blocks.length > 64 ? " …" : ""),

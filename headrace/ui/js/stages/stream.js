@@ -7,7 +7,10 @@ import { missing } from "./missing.js";
 const PORTION = 100;
 
 export function figure(record) {
-  return record.finish_reasons?.join(" ") || (record.state === "running" ? "running" : "");
+  return (
+    [...new Set(record.finish_reasons)].filter(Boolean).join(" ") ||
+    (record.state === "running" ? "running" : "")
+  );
 }
 
 export function view(record) {
