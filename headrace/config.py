@@ -112,6 +112,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     usage_fsync_s: Seconds = 1.0
     usage_details: bool = False
     prices: str = ""
+    otlp_endpoint: str = ""
+    trace_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
 
@@ -213,6 +215,10 @@ HELP: Mapping[str, str] = {
     "usage_details": "show compute_s and cost in `usage.headrace` of answers",
     "prices": "what usage costs: input=0.15,cached=0.075,output=0.6 a million tokens, or "
     "device_hour=2.5; and currency=EUR",
+    "otlp_endpoint": "address of an OpenTelemetry collector (OTLP over HTTP): it gets spans of "
+    "requests and their stages; needs the extra `tracing`",
+    "trace_ratio": "how many of the traces that begin here are recorded, 0 to 1; those that a "
+    "caller began are recorded if it says so",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
 }
@@ -320,6 +326,7 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
             param="max_num_batched_tokens",
         )
     _check_keys(settings.api_key)
+    check_endpoint(settings.otlp_endpoint)
     if settings.check_weights and settings.load_format == "dummy":
         raise ConfigError("check_weights: random weights need no check", param="check_weights")
     _check_kv_events(settings)
@@ -340,6 +347,15 @@ def _check_kv_events(settings: Settings) -> None:
     elif not settings.prefix_caching or settings.engine != "headrace":
         raise ConfigError(
             "kv_events_endpoint: there is no prefix cache to tell of", param="kv_events_endpoint"
+        )
+
+
+def check_endpoint(url: str) -> None:
+    """Raises ConfigError for an otlp_endpoint that is no address."""
+    if url and not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", url):
+        raise ConfigError(
+            f"otlp_endpoint = {url!r}: an address such as http://localhost:4318",
+            param="otlp_endpoint",
         )
 
 

@@ -31,6 +31,7 @@ from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError, SetupError
 from headrace.messages import EngineInfo
 from headrace.observe.logs import configure_logging
+from headrace.observe.tracing import check_installed
 from headrace.pages import give_back
 from headrace.sources.files import ModelFiles
 
@@ -272,6 +273,8 @@ def run_server(settings: Settings) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
     begun = time.perf_counter()
+    if settings.otlp_endpoint:
+        check_installed()
     files = find_model(settings, say)
     settings = msgspec.structs.replace(settings, served_model_name=files.name)
     return Supervisor(settings, files, say, begun).run()

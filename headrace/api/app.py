@@ -111,6 +111,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
         seats,
         settings.cors_origin,
         service.recorder,
+        service.tracer,
         resumes=service.streams.enabled,
     )
     if not settings.cors_origin:

@@ -19,8 +19,11 @@ from headrace.api.exchange import Exchange, Exchanges
 from headrace.api.keys import Keys
 from headrace.api.recorder import Recorder
 from headrace.api.seats import Seats
+from headrace.api.spans import begin_trace, end_trace
 from headrace.errors import Forbidden, HeadraceError, Unauthorized
 from headrace.observe.metrics import ApiMetrics
+from headrace.observe.trace_context import trace_context
+from headrace.observe.tracing import Tracer
 
 access = logging.getLogger("headrace.access")
 
@@ -45,11 +48,13 @@ class Edge:
         seats: Seats,
         origins: Collection[str] = (),
         recorder: Recorder | None = None,
+        tracer: Tracer | None = None,
         *,
         resumes: bool = False,
     ) -> None:
         """origins: of pages that may open a WebSocket, beside the server's own. resumes: streams
-        outlive their connection. recorder: hears of every request that takes a seat."""
+        outlive their connection. recorder, tracer: hear of every request that takes a
+        seat."""
         self._app = app
         self._paths = frozenset(paths)  # known routes: other paths share one label
         self._metrics = metrics
@@ -58,6 +63,7 @@ class Edge:
         self._seats = seats
         self._origins = origins
         self._recorder = recorder
+        self._tracer = tracer
         self._resumes = resumes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,8 +97,7 @@ class Edge:
         try:
             seated = self._let_in(scope, headers)
             exchange.key = self._keys.name(headers)
-            if seated and self._recorder is not None:
-                exchange.record = self._recorder.open(exchange, headers)
+            self._follow(exchange, headers, seated=seated)
         except HeadraceError as error:
             answer = response_of(error, scope)
         try:
@@ -131,6 +136,18 @@ class Edge:
         self._seats.take()
         return True
 
+    def _follow(self, exchange: Exchange, headers: dict[bytes, bytes], *, seated: bool) -> None:
+        """Note what becomes of it. Raises InvalidRequest for what a header asks in vain."""
+        if seated and self._tracer is not None:
+            exchange.trace = begin_trace(
+                self._tracer, headers, exchange.path, exchange.request_id, exchange.arrived_s
+            )
+            exchange.trace_id = exchange.trace.id
+        elif (context := trace_context(headers)) is not None:
+            exchange.trace_id = context.id
+        if seated and self._recorder is not None:
+            exchange.record = self._recorder.open(exchange, headers)
+
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         if not self._keys.admit(headers):
             raise Unauthorized("send `Authorization: Bearer KEY` or `x-api-key: KEY`")
@@ -141,6 +158,8 @@ class Edge:
         if exchange.record is not None and self._recorder is not None:
             code = exchange.error.code if exchange.error is not None else ""
             self._recorder.close(exchange.record, status, code)
+        if exchange.trace is not None:
+            end_trace(exchange.trace, exchange.record, status)
         of_page = page.is_page(scope["path"])
         if not of_page:  # it looks every second: its own requests would be most of all
             self._metrics.count_request(path, status)
@@ -152,7 +171,7 @@ class Edge:
             status,
             (time.monotonic() - exchange.arrived_s) * 1000,
             exchange.request_id,
-            exchange.detail,
+            exchange.detail + (f" trace={exchange.trace_id}" if exchange.trace_id else ""),
         )
 
 

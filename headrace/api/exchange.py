@@ -15,6 +15,7 @@ from headrace.api.connection import reset
 from headrace.api.record import Record
 from headrace.engine.client import TokenStream
 from headrace.errors import HeadraceError, TimedOut
+from headrace.observe.tracing import Trace
 
 log = logging.getLogger("headrace.api")
 
@@ -35,6 +36,8 @@ class Exchange:
         "sent_s",
         "status",
         "tokens",
+        "trace",
+        "trace_id",
         "transport",
     )
 
@@ -50,6 +53,8 @@ class Exchange:
         self.path = path
         self.key = ""  # the name of the API key that let it in; see `api.keys`
         self.record: Record | None = None  # of a request of the model
+        self.trace: Trace | None = None  # where spans are exported
+        self.trace_id = ""  # of that, or of the caller's
         self.transport = transport  # None in an in-process test: nothing can get stuck there
         self.arrived_s = time.monotonic()
         self.sent_s = self.arrived_s  # when the last bytes went out

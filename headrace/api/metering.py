@@ -64,6 +64,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any]
     cost: float | None
     currency: str | None
+    trace_id: str = ""
 
 
 class Caller(Protocol):
@@ -77,6 +78,8 @@ class Caller(Protocol):
     def key(self) -> str: ...
     @property
     def arrived_s(self) -> float: ...
+    @property
+    def trace_id(self) -> str: ...
 
 
 class Job(Protocol):
@@ -371,6 +374,7 @@ class Bill:
             parameters=parameters_of(self._jobs[0]),
             cost=cost,
             currency=None if cost is None else self._meter.prices.currency,
+            trace_id=caller.trace_id,
         )
 
 

@@ -30,6 +30,8 @@ class Caller(Protocol):
     def key(self) -> str: ...
     @property
     def arrived_s(self) -> float: ...
+    @property
+    def trace_id(self) -> str: ...
 
 
 class Times(Protocol):
@@ -176,6 +178,7 @@ class Record:
         "status",
         "submitted_s",
         "tokenized_s",
+        "trace_id",
     )
 
     def __init__(self, caller: Caller, model: str, full: Full | None) -> None:
@@ -185,7 +188,7 @@ class Record:
             caller.key,
             model,
         )
-        self.full = full
+        self.full, self.trace_id = full, caller.trace_id
         self.note = ""  # why it is not what was asked for
         self.arrived_s, self.created_s = caller.arrived_s, time.time()
         self.parsed_s = self.rendered_s = self.tokenized_s = self.submitted_s = 0.0
@@ -257,6 +260,11 @@ class Record:
         self._stream = self._answer = self._bill = None
 
     @property
+    def scheduled_s(self) -> float:
+        """When its first step was planned; 0 = not yet, or nobody said."""
+        return self.submitted_s + self.queue_s if self.prefill_s else 0.0
+
+    @property
     def size_bytes(self) -> int:
         """About what it takes."""
         return 2048 + (self.full.size_bytes if self.full is not None else 0)
@@ -274,6 +282,7 @@ class Record:
             "state": "done" if self.done_s else "running",
             "status": self.status,
             "error": self.error,
+            "trace_id": self.trace_id,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
@@ -290,14 +299,13 @@ class Record:
     def whole(self) -> dict[str, Any]:
         """All of a light record; `api.record_view` adds the full one's parts."""
         light = self.light()
-        scheduled_s = self.submitted_s + self.queue_s if self.prefill_s else 0.0
         times = {
             "arrived": self.arrived_s,
             "parsed": self.parsed_s,
             "rendered": self.rendered_s,
             "tokenized": self.tokenized_s,
             "submitted": self.submitted_s,
-            "scheduled": scheduled_s,
+            "scheduled": self.scheduled_s,
             "first_token": self.first_token_s,
             "last_token": self.last_token_s,
             "done": self.done_s,

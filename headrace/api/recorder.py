@@ -22,12 +22,22 @@ MOST_FULL = 8  # requests recorded in full at the same time, in one process
 class Recorder:
     """`count` light records, and as many full ones as `full_bytes` hold; older ones go.
 
-    count = 0: none of either is kept. offers_full: requests may be recorded in full.
+    count = 0: none of either is kept. offers_full: requests may be recorded in full. always: a
+    record is made of every request, kept or not.
     """
 
-    def __init__(self, model: str, count: int, full_bytes: int, *, offers_full: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        count: int,
+        full_bytes: int,
+        *,
+        offers_full: bool,
+        always: bool = False,
+    ) -> None:
         self._model, self._count, self._most_bytes = model, count, full_bytes
         self._offers_full = offers_full and count > 0
+        self._always = always
         self._light: deque[Record] = deque(maxlen=count)  # oldest first
         self._full: deque[Record] = deque()
         self._running = 0  # full ones
@@ -36,7 +46,7 @@ class Recorder:
         """A request of the model came. Raises InvalidRequest for what the header asks in vain."""
         if (asked := headers.get(HEADER)) is not None:
             return self._open_full(caller, asked)
-        if not self._count:
+        if not self._count and not self._always:
             return None
         record = Record(caller, self._model, None)
         self._light.append(record)

@@ -99,6 +99,8 @@ def serve(
         service.strangers.close()
         service.meter.close()
         service.hooks.close()
+        if service.tracer is not None:
+            service.tracer.close()
 
 
 async def _run(server: Server, service: Service, exchanges: Exchanges, sock: socket.socket) -> None:

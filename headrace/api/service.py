@@ -29,6 +29,7 @@ from headrace.grammar.check import Checker
 from headrace.hooks.load import load_hooks
 from headrace.messages import Done
 from headrace.observe.metrics import ApiMetrics
+from headrace.observe.tracing import Tracer
 from headrace.prices import parse_prices
 from headrace.sources.card import ModelCard
 from headrace.text.stranger import Strangers
@@ -85,8 +86,14 @@ class Service:
         )
         self.folder = folder
         self.streams = Streams(worker, settings.stream_resume_s, settings.stream_resume_bytes)
+        endpoint, ratio = settings.otlp_endpoint, settings.trace_ratio
+        self.tracer = Tracer("headrace", endpoint, ratio, metrics.registry) if endpoint else None
         self.recorder = Recorder(
-            name, settings.record_count, settings.record_bytes, offers_full=settings.ui
+            name,
+            settings.record_count,
+            settings.record_bytes,
+            offers_full=settings.ui,
+            always=self.tracer is not None,
         )
         self.records = RecordRelay(
             self.recorder, lambda record: whole(record, tokenizer, client.info), worker, folder

@@ -22,7 +22,9 @@ FULL = {HEADER: b"full"}
 
 
 def caller(name: str, key: str = "", at_s: float = 1.0) -> SimpleNamespace:
-    return SimpleNamespace(request_id=name, path="/v1/completions", key=key, arrived_s=at_s)
+    return SimpleNamespace(
+        request_id=name, path="/v1/completions", key=key, arrived_s=at_s, trace_id=""
+    )
 
 
 def opened(recorder: Recorder, name: str, *, full: bool = False, key: str = "") -> Record:
