@@ -39,5 +39,3 @@ def test_nonsense_is_no_context(given: bytes | str) -> None:
 )
 def test_what_the_standard_forbids(header: bytes) -> None:
     assert trace_context({b"traceparent": header}) is None
-
-
