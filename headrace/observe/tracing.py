@@ -255,7 +255,7 @@ class _Outlet:
             def shutdown(self) -> None:
                 if not self.ended:
                     self.ended = True
-                    self.inner.shutdown()
+                    self.inner.shutdown()  # type: ignore[no-untyped-call]
 
         class Processor(BatchSpanProcessor):
             """Refuses spans where its queue would push older ones out."""

@@ -41,6 +41,7 @@ class Asker(NamedTuple):
     path: str = "/v1/completions"
     key: str = "sha256:0123"
     arrived_s: float = 100.0
+    trace_id: str = ""
 
 
 class Office:
