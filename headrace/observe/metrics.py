@@ -265,6 +265,7 @@ class ApiMetrics:
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model_name = model_name
+        self.registry = registry
         self._exposition = Exposition(registry)
         self.usage = UsageMetrics(model_name, registry)
         self._requests = Counter(
