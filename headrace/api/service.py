@@ -15,6 +15,7 @@ from headrace import __version__
 from headrace.api.dialect import find_dialect
 from headrace.api.live import Live
 from headrace.api.metering import Meter
+from headrace.api.record import Record
 from headrace.api.record_relay import RecordRelay
 from headrace.api.record_view import whole
 from headrace.api.recorder import Recorder
@@ -86,22 +87,30 @@ class Service:
         )
         self.folder = folder
         self.streams = Streams(worker, settings.stream_resume_s, settings.stream_resume_bytes)
-        endpoint, ratio = settings.otlp_endpoint, settings.trace_ratio
-        self.tracer = Tracer("headrace", endpoint, ratio, metrics.registry) if endpoint else None
+        self._record(metrics, worker)
+        self.live = Live(client)
+        self.watchers = 0  # of `live`
+        self.hooks = load_hooks(settings.hook)
+        self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
+
+    def _record(self, metrics: ApiMetrics, worker: int) -> None:
+        """What is noted of requests, for the live page and for traces."""
+        settings, endpoint = self.settings, self.settings.otlp_endpoint
+        self.tracer: Tracer | None = None
+        if endpoint:
+            self.tracer = Tracer("headrace", endpoint, settings.trace_ratio, metrics.registry)
         self.recorder = Recorder(
-            name,
+            self.name,
             settings.record_count,
             settings.record_bytes,
             offers_full=settings.ui,
             always=self.tracer is not None,
         )
-        self.records = RecordRelay(
-            self.recorder, lambda record: whole(record, tokenizer, client.info), worker, folder
-        )
-        self.live = Live(client)
-        self.watchers = 0  # of `live`
-        self.hooks = load_hooks(settings.hook)
-        self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
+
+        def show(record: Record) -> dict[str, Any]:
+            return whole(record, self.tokenizer, self.client.info)
+
+        self.records = RecordRelay(self.recorder, show, worker, self.folder)
 
     def draw_seed(self) -> int:
         """A seed for a request that brings none; repeatable per process when settings.seed is."""
