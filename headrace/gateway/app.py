@@ -32,6 +32,7 @@ from headrace.gateway.sse import Usage
 from headrace.gateway.tenants import Doorkeeper
 from headrace.gateway.worker import Worker
 from headrace.observe.exposition import CONTENT_TYPE
+from headrace.observe.tracing import Tracer
 
 log = logging.getLogger("headrace.gateway")
 
@@ -77,6 +78,10 @@ class Gateway:
             )
         self.queue = Queue(settings.max_queue, settings.starve_s)
         self.metrics = GatewayMetrics(self.fleet, self.queue)
+        self.tracer: Tracer | None = None
+        if endpoint := settings.otlp_endpoint:
+            ratio, registry = settings.trace_ratio, self.metrics.registry
+            self.tracer = Tracer("headrace-gateway", endpoint, ratio, registry)
         self.decisions = Decisions(settings.decisions)
         self._pumping = False
         self.draining = False
@@ -127,6 +132,8 @@ class Gateway:
                 client.close_idle()
             if self.ledger is not None:
                 await self.ledger.stop()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
             self.fleet.apply(())
             self.fleet.beliefs.close()
             await asyncio.sleep(0)  # transports close in the next turn

@@ -17,6 +17,7 @@ from headrace.gateway.headers import LIMITS, request_head, request_id, sent_back
 from headrace.gateway.limits import Reservation
 from headrace.gateway.prompt import Prompt
 from headrace.gateway.queue import Waiting
+from headrace.gateway.spans import RequestSpans
 from headrace.gateway.sse import EventStream, Usage
 from headrace.gateway.tenants import Tenant
 from headrace.gateway.upstream import Headers, Upstream
@@ -51,9 +52,12 @@ class Exchange:
         self.id = request_id(request)
         self.since_s = time.monotonic()
         self._tried: set[str] = set()
+        if gateway.tracer is not None:
+            self._spans = RequestSpans(gateway.tracer, request, self.id, self.since_s)
 
     # What most requests never change is found on the class.
     worker: Worker | None = None
+    _spans: RequestSpans | None = None
     _reservation: Reservation | None = None
     _waiting: Waiting | None = None
     _usage: Usage | None = None
@@ -154,6 +158,8 @@ class Exchange:
             return False
         except HeadraceError as error:
             self._refuse(error)
+        if self._spans is not None:
+            self._spans.waited(self._waiting.since_s)
         self._waiting = None
         self._gateway.metrics.queue_s.observe(waited_s)
         return True
@@ -194,9 +200,11 @@ class Exchange:
     def _send(self, connection: Upstream) -> None:
         assert self.worker is not None, "placed"
         self._upstream = connection
-        spec = self.worker.spec
+        spec, request = self.worker.spec, self._request
+        if self._spans is not None:
+            request = self._spans.attempt(request, self.worker.name, self._prompt.model)
         head = request_head(
-            self._request,
+            request,
             self.worker.host,
             self.id.encode(),
             len(self._prompt.body),
@@ -473,6 +481,8 @@ class Exchange:
             tokens, output_tokens = self._used_tokens(status)
             self._gateway.queue.serve(self._tenant.name, 0, output_tokens)
             self._reservation.settle(tokens, time.monotonic())
+        if self._spans is not None:
+            self._spans.ended(status, self._usage)
         self._gateway.ended(self, status)
 
     def _used_tokens(self, status: int) -> tuple[int, int]:

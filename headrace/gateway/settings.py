@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from headrace.config import check_endpoint
 from headrace.errors import ConfigError
 from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
 
@@ -68,6 +69,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     decisions: Natural = 2000
     redis_url: str = ""
     redis_timeout_s: SomeSeconds = 0.05
+    otlp_endpoint: str = ""
+    trace_ratio: Share = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -105,6 +108,10 @@ HELP: Mapping[str, str] = {
     "share the limits of tenants; empty = every gateway has limits of its own",
     "redis_timeout_s": "a server of limits that takes longer is lost: each gateway then goes on "
     "with an even share of the limits",
+    "otlp_endpoint": "address of an OpenTelemetry collector (OTLP over HTTP): it gets spans of "
+    "requests and of the workers that were asked; needs the extra `tracing`",
+    "trace_ratio": "how many of the traces that begin here are recorded, 0 to 1; those that a "
+    "caller began are recorded if it says so",
     "log_level": "least severe message that is printed",
 }
 assert set(HELP) == set(GatewaySettings.__struct_fields__), "every setting needs one help line"
@@ -176,6 +183,8 @@ def merge(file: Mapping[str, Any], flags: Mapping[str, Any]) -> GatewaySettings:
     """Flags over the file's table over defaults. Raises ConfigError naming key and value."""
     values = {key.replace("-", "_"): value for key, value in file.items()} | dict(flags)
     try:
-        return msgspec.convert(values, GatewaySettings)
+        settings = msgspec.convert(values, GatewaySettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"gateway settings: {error}") from None
+    check_endpoint(settings.otlp_endpoint)
+    return settings

@@ -13,17 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from headrace import __version__
 from headrace.errors import SetupError
 from headrace.observe.trace_context import TraceContext
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Span
-
-log = logging.getLogger("headrace.tracing")
 
 TRACES = "/v1/traces"
 QUEUE_SPANS = 4096
@@ -142,6 +139,8 @@ class Tracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
+        from headrace.observe.span_outlet import Books, Exporter, Processor
+
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # we say it, once
         facts = {"service.version": __version__, "service.instance.id": str(os.getpid())}
         if "OTEL_SERVICE_NAME" not in os.environ:
@@ -151,8 +150,12 @@ class Tracer:
             Resource.create(facts),
             shutdown_on_exit=False,
         )
-        self._outlet = _Outlet(endpoint, registry)
-        self._provider.add_span_processor(self._outlet.processor)
+        url = endpoint if endpoint.endswith(TRACES) else endpoint.rstrip("/") + TRACES
+        books = Books(QUEUE_SPANS, registry)
+        self._exporter = Exporter(url, TIMEOUT_S, books)
+        self._provider.add_span_processor(
+            Processor(self._exporter, books, batch=BATCH_SPANS, most=QUEUE_SPANS, period_s=PERIOD_S)
+        )
         self._tracer = self._provider.get_tracer("headrace", __version__)
 
     def begin(
@@ -179,7 +182,7 @@ class Tracer:
         last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         last.start()
         last.join(LAST_S)
-        self._outlet.cut()
+        self._exporter.shutdown()
         last.join(LAST_S)
 
 
@@ -208,73 +211,3 @@ def _otel_context(parent: TraceContext | None) -> Any:
         trace_state=TraceState.from_header([parent.state]) if parent.state else None,
     )
     return set_span_in_context(NonRecordingSpan(context), Context())
-
-
-class _Outlet:
-    """The queue before the exporter, and what became of spans."""
-
-    def __init__(self, endpoint: str, registry: CollectorRegistry) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace.export import (
-            BatchSpanProcessor,
-            SpanExporter,
-            SpanExportResult,
-        )
-
-        outcomes = Counter(
-            "headrace_trace_spans",
-            "spans by what became of them: exported, failed, or dropped for the queue was full",
-            ["outcome"],
-            registry=registry,
-        )
-        counts = {name: outcomes.labels(name) for name in ("exported", "failed", "dropped")}
-        lock, waiting, broken = threading.Lock(), 0, False
-        url = endpoint if endpoint.endswith(TRACES) else endpoint.rstrip("/") + TRACES
-
-        class Exporter(SpanExporter):
-            """Counts."""
-
-            inner = OTLPSpanExporter(url, timeout=TIMEOUT_S)
-            ended = False
-
-            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-                nonlocal waiting, broken
-                result = SpanExportResult.FAILURE
-                try:
-                    result = self.inner.export(spans)
-                finally:
-                    with lock:
-                        waiting -= len(spans)
-                    fine = result is SpanExportResult.SUCCESS
-                    counts["exported" if fine else "failed"].inc(len(spans))
-                    if fine == broken:
-                        broken = not fine
-                        log.warning("%s %s spans", url, "takes" if fine else "does not take")
-                return result
-
-            def shutdown(self) -> None:
-                if not self.ended:
-                    self.ended = True
-                    self.inner.shutdown()  # type: ignore[no-untyped-call]
-
-        class Processor(BatchSpanProcessor):
-            """Refuses spans where its queue would push older ones out."""
-
-            def on_end(self, span: ReadableSpan) -> None:
-                nonlocal waiting
-                with lock:
-                    full = waiting >= QUEUE_SPANS
-                    waiting += not full
-                if full:
-                    counts["dropped"].inc()
-                else:
-                    super().on_end(span)
-
-        exporter = Exporter()
-        self.cut = exporter.shutdown
-        self.processor = Processor(
-            exporter,
-            max_queue_size=QUEUE_SPANS + BATCH_SPANS,
-            schedule_delay_millis=PERIOD_S * 1000,
-            max_export_batch_size=BATCH_SPANS,
-        )
