@@ -80,8 +80,8 @@ class Gateway:
         self.metrics = GatewayMetrics(self.fleet, self.queue)
         self.tracer: Tracer | None = None
         if endpoint := settings.otlp_endpoint:
-            ratio, registry = settings.trace_ratio, self.metrics.registry
-            self.tracer = Tracer("headrace-gateway", endpoint, ratio, registry)
+            ratio, numbers = settings.trace_ratio, self.metrics.registry
+            self.tracer = Tracer("headrace-gateway", endpoint, ratio, numbers)
         self.decisions = Decisions(settings.decisions)
         self._pumping = False
         self.draining = False
