@@ -41,7 +41,7 @@ class Asker(NamedTuple):
     path: str = "/v1/completions"
     key: str = "sha256:0123"
     arrived_s: float = 100.0
-    trace_id: str = ""
+    trace_id: str = "0af7651916cd43dd8448eb211c80319c"
 
 
 class Office:
@@ -83,6 +83,7 @@ def test_a_record_says_everything(office: Office) -> None:
     assert record.pop("time").endswith("Z")
     assert record.pop("total_s") > 0
     assert record == {
+        "trace_id": "0af7651916cd43dd8448eb211c80319c",
         "request_id": "req-1", "endpoint": "/v1/completions", "model": "m", "key": "sha256:0123",
         "user": "ann", "status": 200, "error": "", "finish": ["stop"], "input_tokens": 100,
         "cached_tokens": 40, "output_tokens": 11, "reasoning_tokens": 3, "queue_s": 0.5,
