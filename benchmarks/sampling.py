@@ -182,19 +182,20 @@ def time_steps(args: argparse.Namespace) -> None:
 
 def time_stages(args: argparse.Namespace) -> None:
     """A table of milliseconds a call of the CPU pipeline, for 1 and for 8 rows."""
-    import torch
+    import numpy as np
 
+    from headrace.sampling.history import Ids
     from headrace.sampling.params import Columns
-    from headrace.sampling.pipeline import sample
+    from headrace.sampling.pipeline import Logits, sample
     from headrace.sampling.shaper import Shaper
 
-    torch.set_num_threads(1)
     print(f"CPU pipeline alone, one thread, vocabulary {args.vocab}, ms (least of {args.steps})")
     print("| case | 1 row | 8 rows |\n|---|---:|---:|")
     for name, sampling in CASES.items():
         cells = []
         for rows in (1, 8):
-            logits = 3 * torch.randn(rows, args.vocab, generator=torch.Generator().manual_seed(0))
+            draw = np.random.default_rng(0)
+            logits = 3 * draw.standard_normal((rows, args.vocab), np.float32)
             columns = Columns.of(
                 [(replace(sampling, seed=i), 0, args.context) for i in range(rows)]
             )
@@ -205,9 +206,9 @@ def time_stages(args: argparse.Namespace) -> None:
             best = logits.argmax(-1)
 
             def call(
-                logits: torch.Tensor = logits,
+                logits: Logits = logits,
                 columns: Columns = columns,
-                best: torch.Tensor = best,
+                best: Ids = best,
                 shapers: list[Shaper | None] = shapers,
             ) -> None:
                 sample(logits, columns, best=best, shapers=shapers)

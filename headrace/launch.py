@@ -183,7 +183,7 @@ def _load_runner(
     with _garbage_kept():
         from headrace.runner.build import load_runner
 
-    report("import torch", time.perf_counter() - begun)
+    report("import the runner", time.perf_counter() - begun)
     runner, info = load_runner(settings, files, report, progress)
     for line in info.ledger:
         report(line, 0.0)
@@ -253,7 +253,7 @@ def _explain_model(settings: Settings, backend: str) -> Mapping[str, Resolved[An
         if settings.engine == "naive":
             facts = build.read_facts(settings, files)
             return known | {
-                "dtype": build.named(facts.dtype),
+                "dtype": facts.dtype,
                 "kv_blocks": Resolved("none", "the naive engine has no KV pool"),
                 "max_model_len": facts.wanted_model_len,
             }

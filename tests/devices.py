@@ -73,5 +73,12 @@ def load(backend: str, files: ModelFiles, **fields: Any) -> Any:
 
 def kv_tensors(runner: Any) -> list[Any]:
     """K and V of every layer: [blocks + 1, kv_heads, block_size, head_dim] each."""
-    store = runner._store if hasattr(runner, "_store") else runner._forward.store
-    return [*store.k, *store.v]
+    if not hasattr(runner, "_memory"):
+        store = runner._forward.store
+        return [*store.k, *store.v]
+    import torch
+
+    memory = runner._memory
+    dtype = getattr(torch, memory.dtype)
+    tensors = (torch.from_numpy(array) for array in (*memory.k, *memory.v))
+    return [tensor.view(dtype) for tensor in tensors]

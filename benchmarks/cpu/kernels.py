@@ -15,19 +15,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+import numpy as np
 
+from headrace.backends.cpu.batch import Batch
 from headrace.backends.cpu.device import cores
-from headrace.backends.cpu.forward import Batch
-from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.backends.cpu.native import NativeForward
-from headrace.models.registry import module_of
+from headrace.models.outline import Outline
+from headrace.models.registry import slots_of
 from headrace.models.spec import from_gguf
 from headrace.native import library as abi
 from headrace.native.build import Unavailable
 from headrace.native.library import Op
 from headrace.native.pool import Pool
-from headrace.native.weights import Arena
 from headrace.runner import pack
 from headrace.runner.checkpoint import GgufFile
 from headrace.sources.resolve import resolve
@@ -52,24 +52,21 @@ def load(path: Path, threads: int, exact: bool, rows: int, context: int) -> Nati
         raise SystemExit(f"no native kernels: {found.reason}; {found.remedy}")
     checkpoint = GgufFile(path)
     spec = from_gguf(checkpoint.header)
-    module = module_of(spec.architecture)
-    with torch.device("meta"):
-        model = module.build(spec, torch.float32)
-    pack.shell(model, spec)
-    packed = pack.load(model, module.slots(spec), checkpoint, found, Arena())
+    weights = pack.load(spec, slots_of(spec), checkpoint, found)
     width = max(-(-context // BLOCK) + 1, PREFILL // BLOCK)
-    store = KvStore(
+    memory = KvMemory(
         layers=spec.layers,
         blocks=rows * width,
         kv_heads=spec.kv_heads,
         block_size=BLOCK,
         head_dim=spec.head_dim,
-        dtype=torch.float32 if exact else torch.bfloat16,
+        dtype="float32" if exact else "bfloat16",
     )
     pool = Pool(found, threads)
-    print(f"{path.name}: {pool.isa} kernels, {threads} threads, KV {store.k[0].dtype}")
+    print(f"{path.name}: {pool.isa} kernels, {threads} threads, KV {memory.dtype}")
     sizes = {"positions": width * BLOCK, "rows": rows}
-    return NativeForward(model, packed, store, pool, exact=exact, **sizes)
+    outline = Outline(spec, weights.vectors)
+    return NativeForward(outline, weights.packed, memory, pool, exact=exact, **sizes)
 
 
 def best_ms(forward: NativeForward, batch: Batch, ops: Sequence[Op], repeats: int) -> float:
@@ -85,7 +82,7 @@ def best_ms(forward: NativeForward, batch: Batch, ops: Sequence[Op], repeats: in
 
 def report(forward: NativeForward, batch: Batch, label: str, repeats: int) -> None:
     """One line a kind of op, then the step."""
-    tokens = batch.ids.numel()
+    tokens = batch.ids.size
     forward.reserve(tokens, len(batch.chosen))
     forward.run(batch, (Op * len(forward.ops))(*forward.ops))
     groups: dict[str, list[Op]] = {}
@@ -124,13 +121,13 @@ def main() -> None:
     path = flags.model or resolve("", say=print).path
     forward = load(path, flags.threads, flags.precision == "exact", max(counts), flags.context)
     width = max(-(-flags.context // BLOCK) + 1, PREFILL // BLOCK)
-    tables = torch.arange(max(counts) * width).view(max(counts), width)
-    torch.manual_seed(0)
+    tables = np.arange(max(counts) * width).reshape(max(counts), width)
+    draw = np.random.default_rng(0)
     for n in counts:
-        ids, every = torch.randint(0, 1000, (n,)), list(range(n))
+        ids, every = draw.integers(0, 1000, n), list(range(n))
         batch = Batch(ids, tables, every, [flags.context] * n, [1] * n, [], every)
         report(forward, batch, f"decode, {n} sequences at {flags.context} tokens", flags.repeats)
-    ids = torch.randint(0, 1000, (PREFILL,))
+    ids = draw.integers(0, 1000, PREFILL)
     report(forward, Batch(ids, tables, [0], [0], [PREFILL], [], [0]), f"prefill, {PREFILL}", 3)
     forward.close()
 

@@ -41,13 +41,15 @@ from benchmarks.cpu.kernels import load as load_native
 from benchmarks.cpu.peers import INTO, installed, tool
 from benchmarks.cpu.results import Quality
 from benchmarks.cpu.servers import PLANS, Scene, running
+from headrace.backends.cpu.batch import Batch, Forward
 from headrace.backends.cpu.device import cores
-from headrace.backends.cpu.forward import Batch, Forward, TorchForward
+from headrace.backends.cpu.forward import TorchForward
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.errors import SetupError
 from headrace.models.spec import read_spec
-from headrace.runner.build import load_model
 from headrace.runner.checkpoint import open_checkpoint
+from headrace.runner.weights import load_model
 from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
@@ -134,18 +136,18 @@ class Tally:
 
 def window_log_probabilities(forward: Forward, ids: Sequence[int]) -> Tensor:
     """Of one window, as a server computes them: a prompt, then steps of single tokens."""
-    tables = torch.arange(WINDOW // BLOCK)[None]
-    forward.logits(Batch(torch.tensor(ids[:FIRST]), tables, [0], [0], [FIRST], [], []))
+    tables = np.arange(WINDOW // BLOCK)[None]
+    forward.logits(Batch(np.array(ids[:FIRST]), tables, [0], [0], [FIRST], [], []))
     found = []
     for start in range(FIRST, WINDOW - 1, TOGETHER):
         at = range(start, min(start + TOGETHER, WINDOW - 1))
         n = len(at)
         batch = Batch(
-            torch.tensor([ids[i] for i in at]), tables, [0] * n, list(at), [1] * n, [], [*range(n)]
+            np.array([ids[i] for i in at]), tables, [0] * n, list(at), [1] * n, [], [*range(n)]
         )
         logits = forward.logits(batch)
         assert logits is not None, "every row is chosen"
-        found.append(torch.log_softmax(logits.float(), -1))
+        found.append(torch.log_softmax(torch.from_numpy(logits), -1))
     return torch.cat(found)
 
 
@@ -153,15 +155,15 @@ def torch_forward(files: ModelFiles) -> Forward:
     """float32 throughout."""
     spec = read_spec(files)
     model = load_model(spec, open_checkpoint(files), torch.float32)
-    store = KvStore(
+    memory = KvMemory(
         layers=spec.layers,
         blocks=WINDOW // BLOCK,
         kv_heads=spec.kv_heads,
         block_size=BLOCK,
         head_dim=spec.head_dim,
-        dtype=torch.float32,
+        dtype="float32",
     )
-    return TorchForward(model, store)
+    return TorchForward(model, KvStore(memory))
 
 
 def prose() -> tuple[str, str]:

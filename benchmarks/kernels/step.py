@@ -49,7 +49,8 @@ from headrace.kernels.tuned import (
 )
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
-from headrace.runner.build import load_model, read_facts
+from headrace.runner.build import read_facts
+from headrace.runner.weights import load_model
 from headrace.sources.files import ModelFiles
 
 ORDER = ("gate_up", "down", "out", "qkv", "head", "decode")  # most bytes first
@@ -263,7 +264,7 @@ def build(shape: str, layers: int | None) -> Decoder:
     settings = Settings(backend="cuda", load_format="dummy", dtype="bfloat16")
     facts = read_facts(settings, ModelFiles(shape, "hf", folder))
     device = torch.device("cuda", torch.cuda.current_device())
-    return load_model(facts.spec, None, facts.dtype.value, device)
+    return load_model(facts.spec, None, getattr(torch, facts.dtype.value), device)
 
 
 def tune(args: argparse.Namespace) -> None:

@@ -411,6 +411,8 @@ def build_naive(
     begun = time.perf_counter()
     _need_transformers()
 
+    import torch
+
     from headrace.backends.cpu import device
     from headrace.bench.naive_model import hf_model
     from headrace.models.spec import read_spec
@@ -423,7 +425,7 @@ def build_naive(
     length = ledger.wanted_model_len(settings, spec).value
     stored = dtypes_of(open_checkpoint(files))
     dtype = ledger.resolve_dtype(settings, stored, device.flags())
-    model = hf_model(files, dtype.value)
+    model = hf_model(files, getattr(torch, dtype.value))
     report(f"load weights as {dtype.value} ({dtype.reason})", time.perf_counter() - begun)
     info = EngineInfo(
         max_model_len=length,

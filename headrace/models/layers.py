@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.models.ops import Ops
-from headrace.models.positions import alibi_slopes, rotaries
+from headrace.models.order import AttentionFacts, BlockOrder, DecoderOrder
+from headrace.models.positions import rotaries
 from headrace.models.spec import CLAMP, CLAMP_SLOPE, Act, ModelSpec
 
 
@@ -173,23 +174,12 @@ class GivenAttention(NamedTuple):
     sinks: Tensor | None
 
 
-class Attention(nn.Module):
-    """What the attention of one layer is, beside its matrices; backends read it.
-
-    layer: whose K and V a step writes. reads: whose are read; another layer's only where this one
-    has none of its own. The other fields are those of the spec.
-    """
+class Attention(AttentionFacts, nn.Module):
+    """What the attention of one layer is, beside its matrices; backends read it."""
 
     def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        kind = spec.layer(index)
-        self.layer = index
-        self.reads = kind.kv_from if kind.kv_from >= 0 else index
-        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
-        self.window, self.rope, self.softcap = kind.window, kind.rope, spec.softcap
-        self.scale = kind.scale or spec.head_dim**-0.5
-        self.clip = spec.qkv_clip
-        self.slopes = alibi_slopes(spec.heads, spec.alibi) if spec.alibi else ()
+        nn.Module.__init__(self)
+        self.learn(spec, index)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             wide = torch.float32 if spec.norm == "rms_wide" else dtype
@@ -198,16 +188,10 @@ class Attention(nn.Module):
             )
             if not self.own:
                 self.k_norm = None
-        self.v_eps = spec.norm_eps if spec.v_norm else 0.0  # 0 = v is not normed
         self.sinks = unset(spec.heads, dtype=dtype) if spec.sinks else None
 
-    @property
-    def own(self) -> bool:
-        """Whether the layer has K and V of its own."""
-        return self.reads == self.layer
 
-
-class Block(nn.Module):
+class Block(BlockOrder[Tensor], nn.Module):
     """One decoder layer. Another kind of attention or feed-forward overrides that part.
 
     foldable: what the first matrix gives may get its norm's factor afterwards.
@@ -228,36 +212,11 @@ class Block(nn.Module):
         self.post_attn_norm = norm_of(spec, spec.hidden, dtype) if spec.post_norms else None
         self.post_ffn_norm = norm_of(spec, spec.hidden, dtype) if spec.post_norms else None
 
-    def forward(self, x: Tensor, ops: Ops, *, last: bool = False) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; of the last layer [n, hidden], see `Ops.narrow`."""
-        q = self.project(x, ops)
-        if last:
-            x, q = ops.narrow(x, q)
-            if not x.shape[0]:  # K and V are written, and nobody waits for more
-                return x
-        return self.feed(self.attend(x, q, ops), ops)
 
-    def project(self, x: Tensor, ops: Ops) -> Tensor:
-        """The layer's queries; what the cache keeps of its tokens is written."""
-        return ops.qkv(self.attention, x, self.attn_norm, self.qkv)
-
-    def attend(self, x: Tensor, q: Tensor, ops: Ops) -> Tensor:
-        """x with what the layer's attention adds."""
-        y = ops.attend(self.attention, q)
-        return ops.add_linear(x, y, self.out, self.post_attn_norm)
-
-    def feed(self, x: Tensor, ops: Ops) -> Tensor:
-        """x with what the layer's feed-forward adds."""
-        return ops.add_mlp(x, self.ffn_norm, self.ffn, self.post_ffn_norm)
-
-
-# Matrices that are neither packed, quantised nor kept in the model's own type: small, and outside
-# of what backends compute through `Ops`.
-PLAIN_MATRICES = frozenset({"classifier.weight"})
-
-
-class Decoder(nn.Module):
+class Decoder(DecoderOrder, nn.Module):
     """Embedding, blocks, norm, output layer or classification head. `block` makes layer i."""
+
+    blocks: nn.ModuleList
 
     def __init__(
         self,
@@ -275,13 +234,6 @@ class Decoder(nn.Module):
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_rows, dtype)
         self.classifier = Linear(spec.hidden, spec.labels, torch.float32) if spec.labels else None
         self.rotaries = rotaries(spec)
-
-    def forward(self, ops: Ops) -> Tensor:
-        """One step -> [n, hidden] of the tokens that `Ops.narrow` leaves, before the last norm."""
-        x = ops.embed(self.embed, self.positions)
-        for block in self.blocks:
-            x = block(x, ops, last=block is self.blocks[-1])
-        return x
 
     @torch.inference_mode()
     def fold_norms(self) -> None:

@@ -4,16 +4,16 @@ The fusions are part of the contract: a backend may do each in one kernel. The s
 positions and block tables belong to the object that implements it.
 
 Implementations: `backends.cpu.ops.TorchOps` (plain torch), `backends.cpu.native.Recorder` (writes
-down what the C++ kernels replay) and `backends.cuda.ops.CudaOps`.
+down what the C++ kernels replay, over numpy arrays) and `backends.cuda.ops.CudaOps`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headrace.models.latent import LatentAttention
     from headrace.models.layers import Attention, Embedding, GivenAttention, Linear, Mlp, Norm
     from headrace.models.routed import RoutedMlp

@@ -168,6 +168,12 @@ def module_of(architecture: str) -> ModelModule:
     return cast(ModelModule, importlib.import_module(family_of(architecture).module))
 
 
+def own_layers(spec: ModelSpec) -> bool:
+    """The family builds other layers than `layers.Block`: its spec does not say all of them."""
+    plain = importlib.import_module("headrace.models.llama").build
+    return module_of(spec.architecture).build is not plain
+
+
 def derived_of(spec: ModelSpec) -> list[Derived]:
     """What the family's `derived(spec)` says, if it has one: tensors that its slots name and that
     Hugging Face checkpoints have in another shape."""

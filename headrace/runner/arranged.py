@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headrace.models.slots import Derived
 from headrace.quant import mxfp4
-from headrace.runner.checkpoint import PickledFolder, SafetensorsFolder, Stored
+from headrace.quant.ggml import Bytes
+from headrace.runner.checkpoint import PickledFolder, SafetensorsFolder, Stored, bytes_of
 
 _PACKED = ("_blocks", "_scales")
 
@@ -68,6 +69,10 @@ class Arranged:
             rows = self._inner.read(one.source, start, stop)
             return rows[:, one.start : one.start + one.shape[1]]
         return self._of_groups(one, start, stop)
+
+    def raw(self, name: str, start: int, stop: int) -> Bytes:
+        """See `RawCheckpoint`."""
+        return bytes_of(self.read(name, start, stop))
 
     def _of_groups(self, one: Derived, start: int, stop: int) -> Tensor:
         """Rows of a tensor whose first axis is experts; read are the experts that have them."""

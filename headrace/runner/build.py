@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import msgspec
-import torch
 
 from headrace.backends.cpu import device
-from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.config import Resolved, Settings
 from headrace.engine.protocol import Capacity, Runner
 from headrace.errors import ConfigError
-from headrace.models.features import refuse_missing
-from headrace.models.layers import Decoder
-from headrace.models.registry import derived_of, module_of, slots_of
+from headrace.models.registry import derived_of, slots_of
 from headrace.models.spec import ModelSpec, read_spec
-from headrace.runner import ledger, weights
-from headrace.runner.arranged import Arranged
+from headrace.runner import ledger
 from headrace.runner.build_cpu import (
     kernels_info,
     kv_dtype,
-    load_decoder,
+    load_model,
     make_pool,
     make_runner,
     resolve_kernels,
 )
 from headrace.runner.checkpoint import (
     PLAIN_DTYPES,
-    Checkpoint,
     PickledFolder,
+    RawCheckpoint,
     SafetensorsFolder,
     dtypes_of,
     open_checkpoint,
 )
 from headrace.runner.phase import Report, phase
 from headrace.runner.progress import Progress
-from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
-
-PROCESSOR = torch.device("cpu")
 
 
 class LoadInfo(msgspec.Struct, frozen=True):
@@ -60,8 +52,8 @@ class Facts(msgspec.Struct, frozen=True):
     """What is known of a model before its weights are read."""
 
     spec: ModelSpec
-    checkpoint: Checkpoint | None  # None: the weights are random
-    dtype: Resolved[torch.dtype]
+    checkpoint: RawCheckpoint | None  # None: the weights are random
+    dtype: Resolved[str]  # torch's name
     wanted_model_len: Resolved[int]  # before the KV cache has its say
 
 
@@ -79,42 +71,12 @@ def load_runner(
     """
     assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
     if settings.backend == "cuda":
-        return _load_cuda(settings, files, report, progress)
+        from headrace.runner.load_cuda import load_cuda
+
+        return load_cuda(settings, files, report, progress)
     if settings.backend not in ("auto", "cpu"):
         raise ConfigError(f"backend = {settings.backend} runs no model", param="backend")
     return _load_cpu(settings, files, report, progress)
-
-
-def _load_cuda(
-    settings: Settings, files: ModelFiles, report: Report, progress: Progress | None
-) -> tuple[Runner, LoadInfo]:
-    # Compiled kernels stay; Triton's own key names sources, versions, options and card.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_home() / "triton"))
-    with phase("find the GPU", report):
-        from headrace.backends.cuda.attention import check_choice
-        from headrace.backends.cuda.device import find_card, native_bfloat16
-        from headrace.backends.cuda.ops import COMPUTES
-        from headrace.runner.build_cuda import build_runner
-
-        card = find_card()
-        target = torch.device("cuda", card.index)
-        torch.zeros(1, device=target)  # makes the context
-    with phase("read the model's config", report):
-        facts = read_facts(settings, files)
-        refuse_missing(facts.spec, COMPUTES, "cuda")
-        if facts.dtype.value == torch.bfloat16 and not native_bfloat16(card):
-            raise ConfigError(f"{card.name} has no bfloat16: use float16", param="dtype")
-        head_dim = facts.spec.head_dim
-        check_choice(settings.prefill_attention, facts.dtype.value, head_dim, target)
-    _check(settings, facts, report)
-    with phase("load weights", report):
-        model = load_model(facts.spec, facts.checkpoint, facts.dtype.value, target, progress)
-        torch.cuda.synchronize(target)
-    runner, blocks, length, lines = build_runner(
-        settings, model, facts.wanted_model_len, card, report
-    )
-    weights = ledger.weights_line(model.parameters())
-    return runner, _info(runner.capacity, weights, model.dtype, facts, blocks, length, lines)
 
 
 def _load_cpu(
@@ -123,23 +85,15 @@ def _load_cpu(
     with phase("read the model's config", report):
         facts = read_facts(settings, files)
     spec = facts.spec
-    _check(settings, facts, report)
+    check_weights(settings, facts, report)
     with phase("load weights", report):
-        torch.set_num_threads(settings.threads or device.cores())
-        loaded = load_decoder(
-            settings,
-            spec,
-            facts.checkpoint,
-            lambda dtype: load_model(spec, facts.checkpoint, dtype, progress=progress),
-            facts.dtype.value,
-            progress,
-        )
+        loaded = load_model(settings, spec, facts.checkpoint, facts.dtype.value, progress)
     dtype = kv_dtype(settings, loaded.kernels, facts.dtype.value)
     with phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()
         blocks = ledger.size_kv(settings, spec, dtype, free_bytes)
         length = ledger.fit_model_len(facts.wanted_model_len, blocks.value, settings.block_size)
-        store = KvStore(
+        memory = KvMemory(
             layers=spec.layers,
             blocks=blocks.value,
             kv_heads=spec.kv_heads,
@@ -169,23 +123,23 @@ def _load_cpu(
         f"estimate for a step of {settings.max_num_batched_tokens} tokens",
     )
     with phase("measure the parts of a step", report):
-        runner = make_runner(settings, loaded, store, capacity, pool)
-    info = _info(runner.capacity, loaded.weights, dtype, facts, blocks, length, [activations])
+        runner = make_runner(settings, spec, loaded, memory, capacity, pool)
+    info = info_of(runner.capacity, loaded.weights, dtype, facts, blocks, length, [activations])
     info.ledger.insert(0, f"{'kernels':13} {loaded.kernels}")
     return runner, info
 
 
-def _info(
+def info_of(
     capacity: Capacity,
     weights: ledger.Line,
-    kv_dtype: torch.dtype,
+    kv_dtype: str,
     facts: Facts,
     blocks: Resolved[int],
     length: Resolved[int],
     more: list[ledger.Line],
 ) -> LoadInfo:
     """What was loaded; `more`: the backend's own lines of the ledger."""
-    name = named(facts.dtype)
+    dtype = facts.dtype
     per_token = ledger.kv_bytes_per_token(facts.spec, kv_dtype)
     tokens = blocks.value * capacity.block_size
     lines = [
@@ -200,12 +154,12 @@ def _info(
     return LoadInfo(
         capacity,
         facts.spec,
-        name,
+        dtype,
         length,
         blocks,
         [
             *_foreign(facts.spec),
-            f"{'dtype':13} {name.value}: {name.reason}",
+            f"{'dtype':13} {dtype.value}: {dtype.reason}",
             *map(str, lines),
             f"{'max_model_len':13} {length.value} tokens: {length.reason}",
         ],
@@ -241,18 +195,24 @@ def read_facts(settings: Settings, files: ModelFiles) -> Facts:
     return Facts(spec, checkpoint, dtype, wanted)
 
 
-def _check(settings: Settings, facts: Facts, report: Report) -> None:
+def check_weights(settings: Settings, facts: Facts, report: Report) -> None:
     """Refuse weights that are not finite, if the settings ask for that."""
     if settings.check_weights and facts.checkpoint is not None:
         with phase("check weights", report):
+            from headrace.runner import weights  # torch looks at them
+
             dtype = facts.dtype.value
             weights.check(facts.spec, slots_of(facts.spec), facts.checkpoint, dtype)
 
 
-def arranged(files: ModelFiles, spec: ModelSpec, settings: Settings) -> Checkpoint:
+def arranged(files: ModelFiles, spec: ModelSpec, settings: Settings) -> RawCheckpoint:
     """The checkpoint as the family's slots name its tensors. Raises as `open_checkpoint` does."""
     checkpoint, derived = open_checkpoint(files, settings.allow_pickle), derived_of(spec)
-    if derived and isinstance(checkpoint, SafetensorsFolder | PickledFolder):
+    if not derived:
+        return checkpoint
+    from headrace.runner.arranged import Arranged  # torch arranges them
+
+    if isinstance(checkpoint, SafetensorsFolder | PickledFolder):
         return Arranged(checkpoint, derived)
     return checkpoint
 
@@ -266,7 +226,7 @@ def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
     if settings.backend == "cuda":
         measured = Resolved("at start", "from the GPU's memory, once a step was measured")
         return {
-            "dtype": named(facts.dtype),
+            "dtype": facts.dtype,
             "kv_blocks": measured,
             "max_model_len": facts.wanted_model_len,
         }
@@ -274,7 +234,7 @@ def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
     weights_bytes = 0
     if facts.checkpoint is not None:
         elements = sum(math.prod(tensor.shape) for tensor in facts.checkpoint.tensors.values())
-        weights_bytes = elements * dtype.itemsize
+        weights_bytes = elements * ledger.ITEM_BYTES[dtype]
     free_bytes = max(0, device.free_memory_bytes() - weights_bytes)
     blocks = ledger.size_kv(
         settings,
@@ -283,32 +243,9 @@ def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
         free_bytes,
     )
     return {
-        "dtype": named(facts.dtype),
+        "dtype": facts.dtype,
         "kv_blocks": blocks,
         "max_model_len": ledger.fit_model_len(
             facts.wanted_model_len, blocks.value, settings.block_size
         ),
     }
-
-
-def named(dtype: Resolved[torch.dtype]) -> Resolved[str]:
-    """With torch's name instead of torch's object: float32, ..."""
-    return Resolved(str(dtype.value).removeprefix("torch."), dtype.reason)
-
-
-def load_model(
-    spec: ModelSpec,
-    checkpoint: Checkpoint | None,
-    dtype: torch.dtype,
-    device: torch.device = PROCESSOR,
-    progress: Progress | None = None,
-) -> Decoder:
-    """The model with its weights on `device`; random ones if `checkpoint` is None."""
-    with torch.device(device):
-        model = module_of(spec.architecture).build(spec, dtype)
-    slots = slots_of(spec)
-    if checkpoint is None:
-        weights.fill_dummy(model, slots)
-    else:
-        weights.load(model, slots, checkpoint, progress)
-    return model

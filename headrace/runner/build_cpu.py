@@ -1,34 +1,38 @@
-"""The processor's runner: which kernels compute, in what precision, over which KV cache."""
+"""The processor's runner: which kernels compute, in what precision, over which KV cache.
+
+No torch is imported where native kernels compute; `build_torch` has what needs it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from headrace.backends.choose import resolve_overlap
-from headrace.backends.cpu import device, native, ops
-from headrace.backends.cpu.forward import Forward, TorchForward
-from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu import computes, device
+from headrace.backends.cpu.batch import Forward
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.backends.cpu.native import NativeForward
 from headrace.config import Settings
 from headrace.engine.protocol import Capacity
 from headrace.errors import ConfigError
 from headrace.messages import KernelsInfo
 from headrace.models.features import missing, refuse_missing
-from headrace.models.layers import Decoder
-from headrace.models.registry import module_of, slots_of
+from headrace.models.outline import Outline
+from headrace.models.registry import own_layers, slots_of
 from headrace.models.spec import ModelSpec
 from headrace.native.build import Unavailable
 from headrace.native.library import Library, load
 from headrace.native.pool import Pool
-from headrace.native.weights import Arena
 from headrace.runner import ledger, pack, work
-from headrace.runner.checkpoint import Checkpoint
+from headrace.runner.checkpoint import RawCheckpoint
 from headrace.runner.progress import Progress
-from headrace.runner.runner import TorchRunner, table_width
+from headrace.runner.runner import CpuRunner, table_width
 from headrace.runner.worker import InlineWorker, ThreadWorker, Worker
+
+if TYPE_CHECKING:
+    from headrace.models.layers import Decoder
 
 
 class Kernels(msgspec.Struct, frozen=True):
@@ -45,23 +49,23 @@ class Kernels(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A decoder and what it takes to run it. `packed`: None where torch computes."""
+    """A model and what it takes to run it."""
 
-    model: Decoder
+    model: pack.Weights | Decoder  # packed for native kernels, or torch's
     kernels: Kernels
-    packed: pack.Packed | None
     weights: ledger.Line
 
 
 def kernels_info(kernels: Kernels, pool: Pool | None) -> KernelsInfo:
     """The same for /metrics. `pool`: what runs native kernels, None where torch computes."""
-    return KernelsInfo(
-        "cpu",
-        "native" if pool else "torch",
-        pool.isa if pool else torch.backends.cpu.get_cpu_capability().lower(),
-        "exact" if kernels.exact else "fast",
-        kernels.reason,
-    )
+    name, isa = "torch", ""
+    if pool is not None:
+        name, isa = "native", pool.isa
+    else:
+        from headrace.runner import build_torch
+
+        isa = build_torch.isa()
+    return KernelsInfo("cpu", name, isa, "exact" if kernels.exact else "fast", kernels.reason)
 
 
 def resolve_kernels(settings: Settings, spec: ModelSpec) -> Kernels:
@@ -71,8 +75,11 @@ def resolve_kernels(settings: Settings, spec: ModelSpec) -> Kernels:
     Raises ConfigError if they, or what only they can do, are asked for and cannot be had;
     ModelError for a model that nothing on a processor computes.
     """
-    refuse_missing(spec, ops.COMPUTES, "cpu")
-    kernels = _choose(settings, missing(spec, native.COMPUTES))
+    refuse_missing(spec, computes.TORCH, "cpu")
+    lacks = missing(spec, computes.NATIVE)
+    if not lacks and own_layers(spec):
+        lacks = ["layers of the family's own"]
+    kernels = _choose(settings, lacks)
     if kernels.library is None and settings.quantization != "none":
         raise ConfigError(
             f"quantization = {settings.quantization} needs native kernels, and here is {kernels}",
@@ -105,69 +112,55 @@ def _choose(settings: Settings, lacks: list[str]) -> Kernels:
     return Kernels(found, False, "faster; the default model's perplexity rises by 0.14 %")
 
 
-def kv_dtype(settings: Settings, kernels: Kernels, dtype: torch.dtype) -> torch.dtype:
-    """The KV cache's type: the model's, but native kernels widen bfloat16 on any processor.
+def kv_dtype(settings: Settings, kernels: Kernels, dtype: str) -> str:
+    """The KV cache's type, by torch's name: the model's, but native kernels widen bfloat16 on any
+    processor.
 
     Raises ConfigError for one that only native kernels take.
     """
     if settings.kv_dtype == "auto":
         widened = kernels.library is not None and not kernels.exact and settings.dtype == "auto"
-        return torch.bfloat16 if widened else dtype
-    wanted: torch.dtype = getattr(torch, settings.kv_dtype)
-    if kernels.library is None and wanted != dtype:
-        name = str(dtype).removeprefix("torch.")
+        return "bfloat16" if widened else dtype
+    if kernels.library is None and settings.kv_dtype != dtype:
         raise ConfigError(
-            f"kv_dtype = {settings.kv_dtype} with dtype = {name} needs native kernels, and here "
+            f"kv_dtype = {settings.kv_dtype} with dtype = {dtype} needs native kernels, and here "
             f"is {kernels}",
             param="kv_dtype",
         )
-    return wanted
+    return settings.kv_dtype
 
 
-def load_decoder(
+def load_model(
     settings: Settings,
     spec: ModelSpec,
-    checkpoint: Checkpoint | None,
-    plain: Callable[[torch.dtype], Decoder],
-    dtype: torch.dtype,
+    checkpoint: RawCheckpoint | None,
+    dtype: str,
     progress: Progress | None = None,
 ) -> Loaded:
-    """The decoder as `resolve_kernels` wants it. `plain` loads one whose matrices are tensors;
-    random weights (no checkpoint) are drawn so and then packed. `progress` hears of every piece
-    that goes to packed matrices."""
+    """The model as `resolve_kernels` wants it. Random weights (no checkpoint) are torch's, also
+    those that are then packed. `progress` hears of every piece."""
     kernels = resolve_kernels(settings, spec)
     if kernels.library is None:
-        model = plain(dtype)
-        return Loaded(model, kernels, None, ledger.weights_line(model.parameters()))
-    arena = Arena()
+        from headrace.runner import build_torch
+
+        model = build_torch.load_model(settings, spec, checkpoint, dtype, progress)
+        return Loaded(model, kernels, ledger.weights_line(model.parameters()))
     if checkpoint is None:
-        model = plain(torch.float32)
-        packed = pack.pack_parameters(
-            model, kernels.library, arena, quantization=settings.quantization
+        from headrace.runner import build_torch
+
+        packed = build_torch.random_packed(spec, kernels.library, settings.quantization)
+    else:
+        packed = pack.load(
+            spec,
+            slots_of(spec),
+            checkpoint,
+            kernels.library,
+            quantization=settings.quantization,
+            threads=settings.threads or device.cores(),
+            progress=progress,
         )
-        return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
-    with torch.device("meta"):
-        model = module_of(spec.architecture).build(spec, torch.float32)
-    pack.shell(model, spec)
-    packed = pack.load(
-        model,
-        slots_of(spec),
-        checkpoint,
-        kernels.library,
-        arena,
-        quantization=settings.quantization,
-        threads=settings.threads or device.cores(),
-        progress=progress,
-    )
-    return Loaded(model, kernels, packed, _weights_line(model, arena, packed))
-
-
-def _weights_line(model: Decoder, arena: Arena, packed: pack.Packed) -> ledger.Line:
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    size_bytes = arena.used_bytes + sum(p.numel() * p.element_size() for p in vectors)
-    count = sum(p.numel() for p in model.parameters())
-    note = f"{count / 1e6:.1f} M parameters, {pack.describe(packed)}"
-    return ledger.Line("weights", size_bytes, note)
+    note = f"{packed.count / 1e6:.1f} M parameters, {packed.describe()}"
+    return Loaded(packed, kernels, ledger.Line("weights", packed.size_bytes, note))
 
 
 def make_pool(settings: Settings, kernels: Kernels) -> Pool | None:
@@ -178,30 +171,36 @@ def make_pool(settings: Settings, kernels: Kernels) -> Pool | None:
 
 
 def make_runner(
-    settings: Settings, loaded: Loaded, store: KvStore, capacity: Capacity, pool: Pool | None
-) -> TorchRunner:
-    """The runner over a loaded decoder; it takes the pool (see `make_pool`).
+    settings: Settings,
+    spec: ModelSpec,
+    loaded: Loaded,
+    memory: KvMemory,
+    capacity: Capacity,
+    pool: Pool | None,
+) -> CpuRunner:
+    """The runner over a loaded model; it takes the pool (see `make_pool`).
 
     Its capacity says what the parts of a step cost, measured here.
     """
     forward: Forward
     worker: Worker
-    if pool is None or loaded.packed is None:
-        forward = TorchForward(loaded.model, store)
-        worker = ThreadWorker(settings.threads or device.cores())
+    if pool is None or not isinstance(loaded.model, pack.Weights):
+        from headrace.runner import build_torch
+
+        assert not isinstance(loaded.model, pack.Weights), "packed weights need native kernels"
+        forward, worker = build_torch.make_forward(settings, loaded.model, memory)
     else:
         forward = NativeForward(
-            loaded.model,
-            loaded.packed,
-            store,
+            Outline(spec, loaded.model.vectors),
+            loaded.model.packed,
+            memory,
             pool,
             positions=table_width(capacity) * capacity.block_size,
             rows=capacity.max_rows,
             exact=loaded.kernels.exact,
         )
-        # One pool computes: torch's own threads would spin beside it.
         overlap = resolve_overlap(settings, "cpu").value
-        worker = ThreadWorker(1) if overlap else InlineWorker()
-    parts = work.measure(forward, worker, loaded.model, store, loaded.weights.size_bytes)
+        worker = ThreadWorker() if overlap else InlineWorker()
+    parts = work.measure(forward, worker, spec, memory, loaded.weights.size_bytes)
     capacity = msgspec.structs.replace(capacity, work=parts)
-    return TorchRunner(forward, store, capacity, worker)
+    return CpuRunner(forward, memory, capacity, worker)

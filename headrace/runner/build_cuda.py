@@ -194,7 +194,7 @@ def _capacity(
         vocab_size=model.spec.vocab_size,
         cost=cost,
         kernels=kernels,
-        work=from_cost(cost, model),
+        work=from_cost(cost, model.spec),
         width=model.spec.hidden,
         labels=model.spec.labels,
         generates=model.spec.generates,
@@ -215,7 +215,9 @@ def size_kv(settings: Settings, spec: ModelSpec, dtype: torch.dtype, room: Room)
     """Blocks of the KV cache. Raises ConfigError if what is left holds none."""
     if settings.kv_blocks:
         return Resolved(settings.kv_blocks, "asked for")
-    block_bytes = (ledger.kv_bytes_per_token(spec, dtype) + ID_BYTES) * settings.block_size
+    block_bytes = (
+        ledger.kv_bytes_per_token(spec, str(dtype).removeprefix("torch.")) + ID_BYTES
+    ) * settings.block_size
     if settings.kv_memory:
         key, budget = "kv_memory", parse_bytes(settings.kv_memory, "kv_memory")
         reason = f"kv_memory = {settings.kv_memory}"

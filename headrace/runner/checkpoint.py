@@ -1,4 +1,5 @@
-"""Checkpoints on disk, read a few rows at a time."""
+"""Checkpoints on disk, read a few rows at a time: as the bytes that lie there, or as torch's
+tensors. torch is imported by whoever asks for tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +12,11 @@ import weakref
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from headrace.errors import ModelError
 from headrace.quant import ggml
@@ -25,8 +24,12 @@ from headrace.runner import shards
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _SAFETENSORS_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-PLAIN_DTYPES = frozenset(_SAFETENSORS_TYPES.values())
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+PLAIN_DTYPES = frozenset(_ITEM_BYTES)
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -48,7 +51,15 @@ class Checkpoint(Protocol):
         """Rows [start, stop) along the first axis, a plain float type. Raises ModelError."""
 
 
-def open_checkpoint(files: ModelFiles, allow_pickle: bool = False) -> Checkpoint:
+class RawCheckpoint(Checkpoint, Protocol):
+    """A checkpoint on disk, whose rows can be had without torch."""
+
+    def raw(self, name: str, start: int, stop: int) -> ggml.Bytes:
+        """The rows as they are stored: uint8 [rows, bytes of a row], one row of a tensor of
+        one axis. Raises ModelError."""
+
+
+def open_checkpoint(files: ModelFiles, allow_pickle: bool = False) -> RawCheckpoint:
     """Raises ModelError if files are missing, cut or hold types that cannot be read."""
     if files.kind == "gguf":
         return GgufFile(files.path)
@@ -85,7 +96,7 @@ class SafetensorsFolder:
 
     def _open(self, path: Path) -> dict[str, _Place]:
         try:
-            with safe_open(path, framework="pt"):  # it checks the header against the file
+            with safe_open(path, framework="np"):  # it checks the header against the file
                 pass
             file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except (OSError, SafetensorError) as error:
@@ -109,26 +120,36 @@ class SafetensorsFolder:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis."""
-        return self._rows(name, start, stop, _plain(name, self.tensors[name].dtype))
+        dtype = _plain(name, self.tensors[name].dtype)
+        shape = (stop - start, *self.tensors[name].shape[1:])
+        return _tensor(self._rows(name, start, stop, _ITEM_BYTES[dtype]), dtype, shape)
+
+    def raw(self, name: str, start: int, stop: int) -> ggml.Bytes:
+        """See `RawCheckpoint`."""
+        size = _ITEM_BYTES[_plain(name, self.tensors[name].dtype)]
+        flat = len(self.tensors[name].shape) == 1
+        return self._rows(name, start, stop, size).reshape(1 if flat else stop - start, -1)
 
     def bytes(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor of bytes. Raises ModelError if it is of another type."""
         if self.tensors[name].dtype != "U8":
             raise ModelError(f"tensor {name}: type {self.tensors[name].dtype}, bytes are needed")
-        return self._rows(name, start, stop, torch.uint8)
+        shape = (stop - start, *self.tensors[name].shape[1:])
+        return _tensor(self._rows(name, start, stop, 1), "uint8", shape)
 
-    def _rows(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def _rows(self, name: str, start: int, stop: int, item_bytes: int) -> ggml.Bytes:
+        """Their bytes, flat."""
         place = self._places[name]
-        rows = torch.empty((stop - start, *place.shape[1:]), dtype=dtype)
-        raw: ggml.Bytes = rows.view(-1).view(torch.uint8).numpy()
+        row_bytes = math.prod(place.shape[1:]) * item_bytes
+        raw = np.empty((stop - start) * row_bytes, np.uint8)
         memory = raw.data
-        at = place.offset + start * math.prod(place.shape[1:]) * dtype.itemsize
+        at = place.offset + start * row_bytes
         while memory:
             got = os.preadv(place.file, [memory], at)
             if not got:
                 raise ModelError(f"tensor {name}: its file was cut while it was read")
             memory, at = memory[got:], at + got
-        return rows
+        return raw
 
     def mapped(self, name: str) -> Tensor:
         """All of a tensor, as a view of the file's memory map."""
@@ -149,11 +170,27 @@ class _Place(msgspec.Struct, frozen=True):
     name: str
 
 
-def _plain(name: str, dtype: str) -> torch.dtype:
+def _plain(name: str, dtype: str) -> str:
     if dtype not in PLAIN_DTYPES:
         raise ModelError(f"tensor {name}: type {dtype} is not supported")
-    kind: torch.dtype = getattr(torch, dtype)
-    return kind
+    return dtype
+
+
+def _tensor(raw: ggml.Bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Bytes in memory of their own as a tensor."""
+    import torch
+
+    if not raw.size:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.from_numpy(raw.reshape(-1)).view(getattr(torch, dtype)).reshape(shape)
+
+
+def bytes_of(values: Tensor) -> ggml.Bytes:
+    """values [rows, ...], or of one axis -> uint8 as `RawCheckpoint.raw` has them."""
+    import torch
+
+    flat: ggml.Bytes = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return flat.reshape(1 if values.ndim == 1 else values.shape[0], -1)
 
 
 class PickledFolder:
@@ -166,7 +203,7 @@ class PickledFolder:
     gguf = False
 
     def __init__(self, folder: Path) -> None:
-        self._values: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}  # torch's own format: nothing else reads it
         paths, indexed = shards.find(folder, "pytorch_model", ".bin")
         for path in paths:
             shards.keep(path, self._open(path), self._values, indexed)
@@ -178,6 +215,8 @@ class PickledFolder:
 
     @staticmethod
     def _open(path: Path) -> dict[str, Tensor]:
+        import torch
+
         try:
             mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are none
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -185,7 +224,7 @@ class PickledFolder:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(f"cannot read {path}: {reason[0]}") from None
         named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
-        if not named or not all(isinstance(value, Tensor) for value in found.values()):
+        if not named or not all(isinstance(value, torch.Tensor) for value in found.values()):
             raise ModelError(f"{path} holds something else than tensors by their names")
         return dict(found)
 
@@ -193,6 +232,10 @@ class PickledFolder:
         """Rows [start, stop) along the first axis."""
         _plain(name, self.tensors[name].dtype)
         return self._values[name][start:stop]
+
+    def raw(self, name: str, start: int, stop: int) -> ggml.Bytes:
+        """See `RawCheckpoint`."""
+        return bytes_of(self.read(name, start, stop))
 
     def bytes(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor of bytes. Raises ModelError if it is of another type."""
@@ -229,12 +272,11 @@ class GgufFile:
         shape = (stop - start, *info.shape[1:])
         stored = self.tensors[name].dtype
         if stored in PLAIN_DTYPES:
-            # A copy of these rows: torch does not take read-only memory.
-            return torch.from_numpy(raw.copy()).view(getattr(torch, stored)).reshape(shape)
-        return torch.from_numpy(ggml.dequantize(raw, info.ggml_type)).reshape(shape)
+            return _tensor(raw.copy(), stored, shape)  # torch does not take read-only memory
+        return _tensor(ggml.dequantize(raw, info.ggml_type).view(np.uint8), "float32", shape)
 
     def raw(self, name: str, start: int, stop: int) -> ggml.Bytes:
-        """The same rows as the file stores them, [rows, bytes of a row]: a view of the file."""
+        """See `RawCheckpoint`; a view of the file."""
         info = self.header.tensors[name]
         flat = len(info.shape) == 1
         columns = stop - start if flat else info.shape[-1]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from headrace.backends.cpu import device
 from headrace.config import Resolved, Settings, parse_bytes
@@ -13,9 +13,13 @@ from headrace.errors import ConfigError
 from headrace.models.sizes import kv_groups
 from headrace.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    import torch
+
 _FREE_SHARE = 4  # one part in this many of free memory goes to the KV cache
 _SAMPLER_COPIES = 4  # float64 copies of the logits while stages run
 _SCALE_BYTES = 4
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -45,41 +49,39 @@ def weights_line(parameters: Iterable[torch.Tensor]) -> Line:
 
 def resolve_dtype(
     settings: Settings, stored: Collection[str], flags: frozenset[str]
-) -> Resolved[torch.dtype]:
-    """The type of weights, activations and KV.
+) -> Resolved[str]:
+    """The type of weights, activations and KV, by torch's name.
 
     `stored`: types of the checkpoint's matrices; `flags`: of the processor. Nothing is measured.
     """
     native = device.native_bfloat16(flags)
     if settings.dtype == "bfloat16" and not native:
-        return Resolved(torch.bfloat16, "asked for; this processor emulates it, expect it slow")
+        return Resolved("bfloat16", "asked for; this processor emulates it, expect it slow")
     if settings.dtype != "auto":
-        return Resolved(getattr(torch, settings.dtype), "asked for")
+        return Resolved(settings.dtype, "asked for")
     if not native:
-        return Resolved(torch.float32, "the processor has no native bfloat16")
+        return Resolved("float32", "the processor has no native bfloat16")
     if set(stored) == {"float32"}:
-        return Resolved(torch.float32, "the checkpoint is float32")
-    return Resolved(torch.bfloat16, f"the processor has {native}")
+        return Resolved("float32", "the checkpoint is float32")
+    return Resolved("bfloat16", f"the processor has {native}")
 
 
-def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[torch.dtype]:
-    """The type of weights, activations and KV on a GPU: half the bytes is half the time."""
+def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[str]:
+    """The same on a GPU: half the bytes is half the time."""
     if settings.dtype != "auto":
-        return Resolved(getattr(torch, settings.dtype), "asked for")
+        return Resolved(settings.dtype, "asked for")
     if set(stored) == {"float16"}:
-        return Resolved(torch.float16, "the checkpoint is float16")
+        return Resolved("float16", "the checkpoint is float16")
     if set(stored) <= {"bfloat16"}:
-        return Resolved(torch.bfloat16, "the checkpoint is bfloat16")
+        return Resolved("bfloat16", "the checkpoint is bfloat16")
     kinds = ", ".join(sorted(stored))
-    return Resolved(
-        torch.bfloat16, f"the checkpoint is {kinds}; a step reads half of float32's bytes"
-    )
+    return Resolved("bfloat16", f"the checkpoint is {kinds}; a step reads half of float32's bytes")
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
     """K and V of one token in every layer; int8 has a float32 scale for each token and head."""
-    scale_bytes = _SCALE_BYTES if dtype == torch.int8 else 0
-    return sum(group.bytes_per_token for group in kv_groups(spec, dtype.itemsize, scale_bytes))
+    scale_bytes = _SCALE_BYTES if dtype == "int8" else 0
+    return sum(group.bytes_per_token for group in kv_groups(spec, ITEM_BYTES[dtype], scale_bytes))
 
 
 def wanted_model_len(settings: Settings, spec: ModelSpec) -> Resolved[int]:
@@ -98,9 +100,7 @@ def wanted_model_len(settings: Settings, spec: ModelSpec) -> Resolved[int]:
     return Resolved(spec.max_positions, "the model's positions")
 
 
-def size_kv(
-    settings: Settings, spec: ModelSpec, dtype: torch.dtype, free_bytes: int
-) -> Resolved[int]:
+def size_kv(settings: Settings, spec: ModelSpec, dtype: str, free_bytes: int) -> Resolved[int]:
     """Blocks of the KV cache.
 
     Raises ConfigError if the memory given does not hold one block.
@@ -136,15 +136,16 @@ def fit_model_len(wanted: Resolved[int], kv_blocks: int, block_size: int) -> Res
     return wanted if wanted.value <= room else Resolved(room, "the KV cache holds no more")
 
 
-def activation_bytes(settings: Settings, spec: ModelSpec, dtype: torch.dtype, longest: int) -> int:
+def activation_bytes(settings: Settings, spec: ModelSpec, dtype: str, longest: int) -> int:
     """An estimate of what one step needs at its peak beside weights and KV cache.
 
     One layer's activations, gathered K and V, a prefill mask, and the logits in the sampler.
     """
     tokens = settings.max_num_batched_tokens
     qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    layer = tokens * (4 * spec.hidden + 3 * qkv + 4 * spec.ffn) * dtype.itemsize
-    gathered = 2 * longest * spec.kv_heads * spec.head_dim * dtype.itemsize
-    mask = tokens * longest * dtype.itemsize
+    item_bytes = ITEM_BYTES[dtype]
+    layer = tokens * (4 * spec.hidden + 3 * qkv + 4 * spec.ffn) * item_bytes
+    gathered = 2 * longest * spec.kv_heads * spec.head_dim * item_bytes
+    mask = tokens * longest * item_bytes
     logits = settings.max_num_seqs * spec.vocab_size * (4 + 8 * _SAMPLER_COPIES)
     return layer + gathered + mask + logits

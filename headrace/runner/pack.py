@@ -7,31 +7,30 @@ float32); other checkpoints keep their float type or are quantised as they are r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor, nn
 
 from headrace.errors import ModelError
-from headrace.models.layers import PLAIN_MATRICES, Decoder
-from headrace.models.positions import rotaries
+from headrace.models.outline import PLAIN_MATRICES
+from headrace.models.rope import Floats
 from headrace.models.slots import Slot
 from headrace.models.spec import ModelSpec
 from headrace.native.library import Library
 from headrace.native.weights import PLAIN_TYPES, Q4_1, Q8_0, Arena, Bytes, PackedMatrix, quantise
 from headrace.quant import ggml
-from headrace.runner import weights
-from headrace.runner.checkpoint import Checkpoint, GgufFile
-from headrace.runner.pieces import pieces
+from headrace.runner.checkpoint import GgufFile, RawCheckpoint
+from headrace.runner.fit import checked
+from headrace.runner.pieces import ordered
 from headrace.runner.progress import Count, Progress
 
 _CHUNK_BYTES = 16 * 2**20  # of a checkpoint's rows, packed at a time
 _NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}
+_ITEM_BYTES = {0: 4, 1: 2, 30: 2}  # of PLAIN_TYPES
 _BOTH = "gate_up.weight"  # kernels take gate and up as two matrices
 _VOCABULARY = ("embed.weight", "head.weight")
 
@@ -46,61 +45,75 @@ class Recipe(msgspec.Struct, frozen=True):
 
 RECIPES = {"int8": Recipe(Q8_0, Q8_0), "int4": Recipe(Q4_1, Q8_0)}
 
-Packed = dict[str, list[PackedMatrix]]  # parameter name -> matrices, in order of rows
+
+class Weights(msgspec.Struct, frozen=True):
+    """A model's, by parameters as `layers.Decoder` names them."""
+
+    packed: dict[str, list[PackedMatrix]]  # matrices in order of rows
+    vectors: dict[str, Floats]  # and what no kernel reads: see `models.outline`
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all of it."""
+        matrices = chain.from_iterable(self.packed.values())
+        vectors = self.vectors.values()
+        return sum(m.memory.size for m in matrices) + sum(v.nbytes for v in vectors)
+
+    @property
+    def count(self) -> int:
+        """Parameters."""
+        matrices = chain.from_iterable(self.packed.values())
+        vectors = self.vectors.values()
+        return sum(m.rows * m.columns for m in matrices) + sum(v.size for v in vectors)
+
+    def describe(self) -> str:
+        """The types of the matrices, those with the most bytes first: `packed as Q4_1, Q8_0`."""
+        sizes: Counter[str] = Counter()
+        for matrix in chain.from_iterable(self.packed.values()):
+            sizes[ggml.type_name(matrix.ggml_type)] += matrix.memory.size
+        return "packed as " + ", ".join(name for name, _ in sizes.most_common())
 
 
-def shell(build: nn.Module, spec: ModelSpec) -> None:
-    """Give a decoder that was built on the meta device real vectors and rotary tables.
-
-    Its matrices stay without memory: they are packed elsewhere.
-    """
-    build.rotaries = rotaries(spec)
-    for name, parameter in list(build.named_parameters()):
-        if _is_plain(name, parameter.shape) and parameter.is_meta:
-            _replace(build, name, torch.empty(parameter.shape))
-
-
-def _is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    """It stays a tensor: a vector, or one of the few matrices that no kernel reads."""
+def is_plain(name: str, shape: tuple[int, ...]) -> bool:
+    """It stays as it is: a vector, or one of the few matrices that no kernel reads."""
     return len(shape) == 1 or name in PLAIN_MATRICES
 
 
-def _replace(build: nn.Module, name: str, values: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(build.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
-
-
 def load(
-    model: Decoder,
+    spec: ModelSpec,
     slots: list[Slot],
-    checkpoint: Checkpoint,
+    checkpoint: RawCheckpoint,
     library: Library,
-    arena: Arena,
     *,
     quantization: str = "none",
     threads: int = 1,
     progress: Progress | None = None,
-) -> Packed:
-    """Set every vector of `model` and pack every matrix, `threads` chunks of rows at a time.
+) -> Weights:
+    """Read every vector and pack every matrix, `threads` chunks of rows at a time.
 
-    Matrices that no kernel reads stay tensors. `quantization`: none, or a key of RECIPES for a
-    checkpoint of plain floats. `progress` hears of every chunk. Raises as `weights.load` does.
+    `quantization`: none, or a key of RECIPES for a checkpoint of plain floats. `progress` hears of
+    every chunk. Raises as `weights.load` does.
     """
-    by_name = weights.checked(model, slots, checkpoint)
-    parameters = dict(model.named_parameters())
+    by_name = checked(spec, slots, checkpoint, tied=spec.tied)
+    rows, arena = _rows(by_name.values()), Arena()
+    vectors: dict[str, Floats] = {}
     found: dict[str, dict[int, PackedMatrix]] = {}
     todo: list[_Chunk] = []
     for name, slot in by_name.items():
-        if _is_plain(slot.parameter, slot.shape):
-            for piece in pieces(slot, name, gguf=checkpoint.gguf):
-                piece.target(parameters).copy_(piece.read(checkpoint))
+        total = rows[slot.parameter]
+        if is_plain(slot.parameter, slot.shape):
+            whole = vectors.setdefault(
+                slot.parameter, np.empty((total, *slot.shape[1:]), np.float32)
+            )
+            whole[slot.start : slot.start + slot.shape[0]] = _floats(name, slot, checkpoint)
             continue
         stored = _stored_type(name, checkpoint)
-        whole = slot.shape[0] == parameters[slot.parameter].shape[0]
-        parts = 2 if whole and slot.parameter.endswith(_BOTH) else 1  # stored as one
+        parts = 1  # gate and up are apart, unless they are stored as one
+        if slot.shape[0] == total and slot.parameter.endswith(_BOTH):
+            parts = 2
         shape = (slot.shape[0] // parts, slot.shape[1])
         for first in range(0, slot.shape[0], shape[0]):
-            number = _packed_type(slot.parameter, stored, shape, library, quantization)
+            number = packed_type(slot.parameter, stored, shape, library, quantization)
             matrix = PackedMatrix(library, arena, number, *shape)
             found.setdefault(slot.parameter, {})[slot.start + first] = matrix
             todo += _chunks(slot, name, stored, matrix, checkpoint, first)
@@ -109,38 +122,30 @@ def load(
         packing = pool.map(lambda chunk: chunk.pack(checkpoint, library), todo)
         for chunk, _ in zip(todo, packing, strict=True):
             count.add(chunk.size_bytes)
-    return {name: [parts[start] for start in sorted(parts)] for name, parts in found.items()}
+    packed = {name: [parts[start] for start in sorted(parts)] for name, parts in found.items()}
+    return Weights(packed, vectors)
 
 
-def pack_parameters(
-    model: Decoder, library: Library, arena: Arena, *, quantization: str = "none"
-) -> Packed:
-    """Pack the matrices of a model that is in memory; gate and up apart, as `load` has them.
-
-    Each gives up its own memory once it is packed.
-    """
-    found: Packed = {}
-    for name, parameter in list(model.named_parameters()):
-        if _is_plain(name, parameter.shape):
-            continue
-        parts = parameter.chunk(2) if name.endswith(_BOTH) else (parameter,)
-        found[name] = []
-        for part in parts:
-            stored = _NUMBERS[str(part.dtype).removeprefix("torch.")]
-            number = _packed_type(name, stored, tuple(part.shape), library, quantization)
-            matrix = PackedMatrix(library, arena, number, *part.shape)
-            _fill(matrix, _bytes(part), stored, np.arange(part.shape[0], dtype=np.int32), library)
-            found[name].append(matrix)
-        _replace(model, name, torch.empty_like(parameter, device="meta"))
-    return found
+def _rows(slots: Iterable[Slot]) -> Counter[str]:
+    """Of each parameter."""
+    rows: Counter[str] = Counter()
+    for slot in slots:
+        rows[slot.parameter] += slot.shape[0]
+    return rows
 
 
-def describe(packed: Packed) -> str:
-    """The types of the matrices, those with the most bytes first: `packed as Q4_1, Q8_0`."""
-    sizes: Counter[str] = Counter()
-    for matrix in chain.from_iterable(packed.values()):
-        sizes[ggml.type_name(matrix.ggml_type)] += matrix.memory.size
-    return "packed as " + ", ".join(name for name, _ in sizes.most_common())
+def _floats(name: str, slot: Slot, checkpoint: RawCheckpoint) -> Floats:
+    """All of a small tensor, as its parameter has it."""
+    stored = _stored_type(name, checkpoint)
+    raw = np.ascontiguousarray(checkpoint.raw(name, 0, slot.shape[0])).reshape(-1)
+    if stored == _NUMBERS["bfloat16"]:
+        values: Floats = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif stored in PLAIN_TYPES:
+        values = raw.view(PLAIN_TYPES[stored]).astype(np.float32)
+    else:
+        values = ggml.dequantize(raw[None], stored)
+    shaped = ordered(values.reshape(slot.shape), slot.order(gguf=checkpoint.gguf))
+    return shaped + np.float32(slot.shift(gguf=checkpoint.gguf))
 
 
 class _Chunk(msgspec.Struct, frozen=True):
@@ -162,35 +167,36 @@ class _Chunk(msgspec.Struct, frozen=True):
         """As the checkpoint stores it."""
         return self.targets.size * ggml.row_bytes(self.matrix.columns, self.stored)
 
-    def pack(self, checkpoint: Checkpoint, library: Library) -> None:
+    def pack(self, checkpoint: RawCheckpoint, library: Library) -> None:
         """On any thread: chunks share no byte."""
-        if isinstance(checkpoint, GgufFile) and self.stored == self.matrix.ggml_type:
-            raw = checkpoint.raw(self.name, self.start, self.stop)
-            self.matrix.fill(raw, self.targets)
-            checkpoint.forget(raw)
-            return
         if self.transposed:
-            rows = checkpoint.read(self.name, 0, self.matrix.columns).t()
+            columns, item_bytes = self.matrix.columns, _ITEM_BYTES[self.stored]
+            whole = checkpoint.raw(self.name, 0, columns).reshape(columns, -1, item_bytes)
+            raw: Bytes = whole.transpose(1, 0, 2).reshape(self.targets.size, -1)
         else:
-            rows = checkpoint.read(self.name, self.start, self.stop)
-        raw = _bytes(rows)
-        _fill(self.matrix, raw, self.stored, self.targets, library)
+            raw = checkpoint.raw(self.name, self.start, self.stop)
+        fill(self.matrix, raw, self.stored, self.targets, library)
+        if isinstance(checkpoint, GgufFile):
+            checkpoint.forget(raw)
 
 
-def _fill(
+def fill(
     matrix: PackedMatrix,
     raw: Bytes,
     stored: int,
     targets: npt.NDArray[np.int32],
     library: Library,
 ) -> None:
+    """raw [n, bytes of a row of type `stored`] goes to rows `targets`, in the matrix's type."""
+    if stored not in PLAIN_TYPES and matrix.ggml_type != stored:
+        raw, stored = ggml.dequantize(raw, stored).view(np.uint8), _NUMBERS["float32"]
     if stored in PLAIN_TYPES and matrix.ggml_type not in PLAIN_TYPES:
         raw = quantise(library, matrix.ggml_type, stored, raw, matrix.columns)
     matrix.fill(raw, targets)
 
 
 def _chunks(
-    slot: Slot, name: str, stored: int, matrix: PackedMatrix, checkpoint: Checkpoint, first: int
+    slot: Slot, name: str, stored: int, matrix: PackedMatrix, checkpoint: RawCheckpoint, first: int
 ) -> Iterator[_Chunk]:
     """Of the rows of the slot from `first` on, as many as `matrix` has."""
     rows, columns = matrix.rows, matrix.columns
@@ -207,7 +213,7 @@ def _chunks(
         yield _Chunk(name, stored, *at, matrix, targets[start:stop], transposed)
 
 
-def _stored_type(name: str, checkpoint: Checkpoint) -> int:
+def _stored_type(name: str, checkpoint: RawCheckpoint) -> int:
     if isinstance(checkpoint, GgufFile):
         return checkpoint.header.tensors[name].ggml_type
     dtype = checkpoint.tensors[name].dtype
@@ -216,7 +222,7 @@ def _stored_type(name: str, checkpoint: Checkpoint) -> int:
     return _NUMBERS[dtype]
 
 
-def _packed_type(
+def packed_type(
     parameter: str, stored: int, shape: tuple[int, ...], library: Library, quantization: str
 ) -> int:
     """The type that a matrix is packed in: its own, float32 where no kernel takes that, or the
@@ -227,9 +233,3 @@ def _packed_type(
         number = recipe.vocabulary if parameter in _VOCABULARY else recipe.layers
         return number if library.packed_bytes(number, *shape) >= 0 else stored
     return stored if library.packed_bytes(stored, *shape) >= 0 else _NUMBERS["float32"]
-
-
-def _bytes(values: Tensor) -> Bytes:
-    """values [rows, columns] -> uint8 [rows, bytes of a row]."""
-    raw: Bytes = values.detach().contiguous().view(torch.uint8).numpy()
-    return raw

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import torch
-from torch import Tensor
 
 from headrace.models.slots import Slot
 from headrace.runner.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+Rows = TypeVar("Rows", "Tensor", "npt.NDArray[np.float32]")
 
 _CHUNK_BYTES = 16 * 2**20  # of float32, unless one head is larger
 
@@ -49,7 +56,7 @@ class Piece(msgspec.Struct, frozen=True):
 def pieces(slot: Slot, name: str, *, gguf: bool) -> Iterator[Piece]:
     """All of the tensor `name`, which goes to `slot`, in the order of its rows."""
     rows = slot.shape[0]
-    columns = max(1, torch.Size(slot.shape[1:]).numel())
+    columns = max(1, math.prod(slot.shape[1:]))
     order, transposed = slot.order(gguf=gguf), slot.transposed(gguf=gguf)
     unit = len(order) or 1  # rows that must stay together
     assert not order or unit * slot.heads == rows, f"{name}: heads of {unit} rows"
@@ -62,7 +69,7 @@ def pieces(slot: Slot, name: str, *, gguf: bool) -> Iterator[Piece]:
         yield Piece(slot.parameter, at, name, start, stop, order, transposed, shift)
 
 
-def ordered(stored: Tensor, order: tuple[int, ...]) -> Tensor:
+def ordered(stored: Rows, order: tuple[int, ...]) -> Rows:
     """Rows of each head in the order given: [heads * d, ...] -> the same shape; () = as stored."""
     if not order:
         return stored

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from headrace.messages import Grow, Join, StepPlan
+from headrace.sampling.history import Ids
 from headrace.sampling.params import GREEDY_BELOW, Columns
 from headrace.sampling.shaper import Shaper
 
@@ -20,7 +19,7 @@ class Rows:
     """
 
     def __init__(self, max_rows: int, width: int) -> None:
-        self.tables = torch.zeros((max_rows, width), dtype=torch.int64)
+        self.tables = np.zeros((max_rows, width), np.int64)
         self.last = np.zeros(max_rows, np.int64)
         self.columns = Columns.empty(max_rows)
         self.reports = [-1] * max_rows  # Sampling.logprobs of each row
@@ -65,7 +64,7 @@ class Rows:
         end = first + len(blocks)
         assert end <= self.tables.shape[1], f"row {row}: {end} blocks, {self.tables.shape[1]} fit"
         if blocks:
-            self.tables[row, first:end] = torch.tensor(blocks)
+            self.tables[row, first:end] = blocks
 
     def taken(self, row: int) -> bool:
         """Whether a sequence owns `row`."""
@@ -108,10 +107,10 @@ class Rows:
                 if ids is not None:
                     self._learn(row, start, ids)
 
-    def ids(self, rows: list[int], ids: list[list[int] | None]) -> Tensor:
+    def ids(self, rows: list[int], ids: list[list[int] | None]) -> Ids:
         """The step's tokens [T] int64; None stands for the token last drawn into the row."""
         if not any(ids):  # all decode
-            return torch.from_numpy(self.last[rows])
+            return self.last[rows]
         flat: list[int] = []
         places, owners = [], []
         for row, tokens in zip(rows, ids, strict=True):
@@ -123,4 +122,4 @@ class Rows:
                 flat += tokens
         out = np.array(flat, np.int64)
         out[places] = self.last[owners]
-        return torch.from_numpy(out)
+        return out

@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from headrace.backends.cpu.forward import Batch, Forward, Peaks
-from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.batch import Batch, Forward, Logits, Peaks
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.engine.protocol import Capacity, Masks
 from headrace.messages import NO_TOKEN_ALLOWED, Logprobs, Pool, StepPlan, StepResult
 from headrace.runner.plan_check import check, refuse_unoffered, sources_of
@@ -36,15 +34,15 @@ class Computed(NamedTuple):
     """What the model says of a step. logits [rows drawn from, vocab_size] float32, in the order of
     their first draw, and what is known of them; None if nothing is drawn."""
 
-    logits: Tensor | None
+    logits: Logits | None
     peaks: Peaks | None
     busy_s: float
 
 
-class TorchTicket:
+class CpuTicket:
     """A step in flight; see `engine.protocol.Ticket`."""
 
-    def __init__(self, runner: TorchRunner, plan: StepPlan) -> None:
+    def __init__(self, runner: CpuRunner, plan: StepPlan) -> None:
         self._runner, self._plan = runner, plan
         self._computed = runner.worker.submit(lambda: runner.forward(plan))
         self._result: Pending[StepResult] | None = None
@@ -85,18 +83,18 @@ def table_width(capacity: Capacity) -> int:
     return -(-capacity.max_model_len // capacity.block_size) + 2
 
 
-class TorchRunner:
+class CpuRunner:
     """A decoder-only model over one KV group; see `engine.protocol.Runner`.
 
     Takes the worker: `close` ends it. With an inline one a step is computed while it is launched.
     """
 
     def __init__(
-        self, forward: Forward, store: KvStore, capacity: Capacity, worker: Worker
+        self, forward: Forward, memory: KvMemory, capacity: Capacity, worker: Worker
     ) -> None:
-        self._forward, self._store, self._capacity = forward, store, capacity
+        self._forward, self._memory, self._capacity = forward, memory, capacity
         self._rows = Rows(capacity.max_rows, table_width(capacity))
-        self._latest: TorchTicket | None = None
+        self._latest: CpuTicket | None = None
         self.worker = worker
 
     @property
@@ -104,7 +102,7 @@ class TorchRunner:
         """What this runner offers."""
         return self._capacity
 
-    def launch(self, plan: StepPlan) -> TorchTicket:
+    def launch(self, plan: StepPlan) -> CpuTicket:
         """Start a step. Needs: `finish` was called on the ticket before.
 
         Raises EngineError for a kind of output that this runner does not offer.
@@ -113,7 +111,7 @@ class TorchRunner:
             f"step {plan.step} is launched before the one before it was finished"
         )
         refuse_unoffered(plan)
-        self._latest = TorchTicket(self, plan)
+        self._latest = CpuTicket(self, plan)
         return self._latest
 
     def counters(self) -> Mapping[str, int]:
@@ -129,9 +127,8 @@ class TorchRunner:
         self.worker.close()
         self._latest = None
         self._forward.close()
-        del self._forward, self._store, self._rows
+        del self._forward, self._memory, self._rows
 
-    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Computed:
         """On the worker: apply the deltas and run the model.
 
@@ -153,9 +150,9 @@ class TorchRunner:
             self._rows.grow(grow)
         for group, pairs in enumerate(plan.copies):
             assert group == 0, "this runner has one KV group"
-            self._store.copy(pairs)
+            self._memory.copy(pairs)
 
-    def _compute(self, plan: StepPlan) -> Tensor | None:
+    def _compute(self, plan: StepPlan) -> Logits | None:
         check(plan, self._rows.taken)
         self._rows.learn(plan)
         batch = Batch(
@@ -178,7 +175,6 @@ class TorchRunner:
         found: list[int] = np.where(sure, best, _UNKNOWN).tolist()
         return found
 
-    @torch.inference_mode()
     def draw(self, plan: StepPlan, computed: Computed, masks: Masks | None) -> StepResult:
         """On the worker: one token a draw, kept in the device rows and returned; then what prompts
         are asked, which may overwrite the logits."""
@@ -238,7 +234,7 @@ class TorchRunner:
         drawn = sample(
             logits,
             columns,
-            best=torch.from_numpy(best),
+            best=best,
             shapers=shapers,
             masks=masks,
             probes=probes,
@@ -293,7 +289,7 @@ class TorchRunner:
             vector = self._forward.states(first + count - 1, 1)[0]
             if kind == "scores":
                 vector = self._forward.scores(vector)
-        return vector.numpy().astype("<f4", copy=False).tobytes()
+        return bytes(vector.astype("<f4", copy=False).data)
 
 
 def _by_draw(

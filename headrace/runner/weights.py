@@ -5,7 +5,7 @@ Weights pass in pieces of a few megabytes, read by several threads; the whole mo
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +14,11 @@ import torch
 from headrace.backends.cpu.device import cores
 from headrace.errors import ModelError
 from headrace.models.layers import Decoder
-from headrace.models.registry import family_of, module_of
+from headrace.models.registry import module_of, slots_of
 from headrace.models.slots import Slot
 from headrace.models.spec import ModelSpec
-from headrace.runner.checkpoint import PLAIN_DTYPES, Checkpoint, SafetensorsFolder
+from headrace.runner.checkpoint import Checkpoint, SafetensorsFolder
+from headrace.runner.fit import checked
 from headrace.runner.named import fold
 from headrace.runner.pieces import Piece, pieces
 from headrace.runner.progress import Count, Progress
@@ -27,9 +28,25 @@ _READERS = 8  # threads; more than one card's link can take from memory
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 
-# Buffers that older exporters saved; they follow from the config.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-_OUTPUT_LAYER = ("lm_head.weight", "output.weight")  # a copy of the embedding when tied
+PROCESSOR = torch.device("cpu")
+
+
+def load_model(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device = PROCESSOR,
+    progress: Progress | None = None,
+) -> Decoder:
+    """The model with its weights on `device`; random ones if `checkpoint` is None."""
+    with torch.device(device):
+        model = module_of(spec.architecture).build(spec, dtype)
+    slots = slots_of(spec)
+    if checkpoint is None:
+        fill_dummy(model, slots)
+    else:
+        load(model, slots, checkpoint, progress)
+    return model
 
 
 def load(
@@ -39,7 +56,7 @@ def load(
 
     Raises ModelError naming tensors that are missing, unexpected, or of the wrong shape or type.
     """
-    by_name = checked(model, slots, checkpoint)
+    by_name = checked(model.spec, slots, checkpoint, tied=model.head is None)
     _map(model, by_name, checkpoint)
     parameters = dict(model.named_parameters())
     todo = _pieces(by_name, checkpoint)
@@ -62,24 +79,25 @@ def _pieces(by_name: Mapping[str, Slot], checkpoint: Checkpoint) -> list[Piece]:
     ]
 
 
-def check(spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def check(spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, dtype: str) -> None:
     """Raise ModelError naming the tensors with values that are not finite, as they are stored or
-    in `dtype`."""
+    in `dtype` (torch's name)."""
+    target: torch.dtype = getattr(torch, dtype)
     with torch.device("meta"):
-        model = module_of(spec.architecture).build(spec, dtype)
-    by_name = checked(model, slots, checkpoint)
+        model = module_of(spec.architecture).build(spec, target)
+    by_name = checked(model.spec, slots, checkpoint, tied=model.head is None)
     found: Counter[str] = Counter()
 
     def look(piece: Piece) -> tuple[str, int]:
-        rows = piece.read(checkpoint).to(dtype)
+        rows = piece.read(checkpoint).to(target)
         return piece.name, int(rows.numel() - torch.isfinite(rows).sum())
 
     with ThreadPoolExecutor(min(_READERS, cores()), "check") as pool:
         for name, count in pool.map(look, _pieces(by_name, checkpoint)):
             found[name] += count
     if bad := sorted(name for name, count in found.items() if count):
-        total, kind = sum(found.values()), str(dtype).removeprefix("torch.")
-        raise ModelError(f"{total} weights are NaN or infinite as {kind}, in {fold(bad)}")
+        total = sum(found.values())
+        raise ModelError(f"{total} weights are NaN or infinite as {dtype}, in {fold(bad)}")
 
 
 def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> None:
@@ -96,44 +114,6 @@ def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> No
         del by_name[name]
         whole = checkpoint.mapped(name)
         setattr(module, leaf, torch.nn.Parameter(whole, requires_grad=False))
-
-
-def checked(model: Decoder, slots: list[Slot], checkpoint: Checkpoint) -> dict[str, Slot]:
-    """The slots by the names that the checkpoint has for their tensors.
-
-    Raises ModelError naming tensors that are missing, unexpected, or of the wrong shape or type.
-    """
-    gguf, family = checkpoint.gguf, family_of(model.spec.architecture)
-    stored = {name if gguf else family.name_of(name): name for name in checkpoint.tensors}
-    wanted = {slot.gguf if gguf else slot.hf: slot for slot in slots}
-    wanted.pop("", None)  # what this kind of checkpoint does not have
-    spare = {name for name, slot in wanted.items() if not slot.parameter}
-    for name in spare:
-        del wanted[name]
-    ignored = _OUTPUT_LAYER if model.head is None else ()
-    unexpected = {
-        stored[name]
-        for name in stored.keys() - wanted.keys() - spare
-        if family.reads(name) and not name.endswith(_IGNORED_SUFFIXES) and name not in ignored
-    }
-    missing = wanted.keys() - stored.keys()
-    problems = [
-        f"{len(names)} {what}: {fold(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected))
-        if names
-    ]
-    misfits: dict[str, list[str]] = defaultdict(list)
-    for name in wanted.keys() - missing:
-        found, shape = checkpoint.tensors[stored[name]], wanted[name].stored_shape(gguf=gguf)
-        if found.shape != shape:
-            misfit = f"has shape {list(found.shape)}, the config asks {list(shape)}"
-            misfits[misfit].append(stored[name])
-        if not gguf and found.dtype not in PLAIN_DTYPES:
-            misfits[f"is of type {found.dtype}, which is not supported"].append(stored[name])
-    problems += sorted(f"{fold(names)} {misfit}" for misfit, names in misfits.items())
-    if problems:
-        raise ModelError("the checkpoint does not fit its config: " + "; ".join(problems))
-    return {stored[name]: slot for name, slot in wanted.items()}
 
 
 def fill_dummy(model: Decoder, slots: list[Slot]) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -23,7 +21,7 @@ class Pending(Protocol[T_co]):
 
 
 class Worker(Protocol):
-    """Does what it is asked in that order, with so many threads of torch's own."""
+    """Does what it is asked in that order."""
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
         """Ask for work. Never raises what the work raises."""
@@ -33,13 +31,11 @@ class Worker(Protocol):
 
 
 class ThreadWorker:
-    """One thread: the engine plans the next step while it computes."""
+    """One thread: the engine plans the next step while it computes. `begin` is the first that it
+    runs."""
 
-    def __init__(self, threads: int) -> None:
-        # OpenMP keeps its thread count per thread: the worker sets its own.
-        self._pool = ThreadPoolExecutor(
-            1, "runner", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+    def __init__(self, begin: Callable[[], None] | None = None) -> None:
+        self._pool = ThreadPoolExecutor(1, "runner", initializer=begin)
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
         """See `Worker`."""
@@ -69,21 +65,11 @@ class _Done(Generic[T]):
 
 class InlineWorker:
     """The thread that asks. For an engine that would only wait: a step costs no hand-over to
-    another thread and back, which takes long where others want the cores.
-
-    torch gets one thread meanwhile: others of its own would spin beside the kernels' pool.
-    """
+    another thread and back, which takes long where others want the cores."""
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
         """See `Worker`; the work is done when this returns."""
-        before = torch.get_num_threads()
-        if before == 1:
-            return _Done(work)
-        torch.set_num_threads(1)
-        try:
-            return _Done(work)
-        finally:
-            torch.set_num_threads(before)
+        return _Done(work)
 
     def close(self) -> None:
         """See `Worker`."""

@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
+from headrace.sampling.history import Ids
 from headrace.sampling.params import Columns
 from headrace.sampling.probe import Probe
 from headrace.sampling.rng import uniform
 from headrace.sampling.shaper import Shaper
-from headrace.sampling.shaping import Bits, Line, shape, unpacked
-from headrace.sampling.truncation import MinP, TopK, TopNSigma, TopP, TypicalP
+from headrace.sampling.shaping import Bits, Grid, Line, shape, unpacked
+from headrace.sampling.truncation import MinP, Row, TopK, TopNSigma, TopP, TypicalP
+
+Logits = npt.NDArray[np.float32]
 
 
 class Stage(Protocol):
@@ -31,7 +33,7 @@ class Stage(Protocol):
     def rows(self, columns: Columns, vocab: int) -> list[int]:
         """The rows that use the stage, ascending."""
 
-    def apply(self, logits: Tensor, columns: Columns) -> Tensor:
+    def apply(self, logits: Grid, columns: Columns) -> Grid:
         """New logits [rows, vocab] float64 for these rows and these columns of theirs.
 
         May overwrite `logits`.
@@ -46,9 +48,10 @@ class Temperature:
     def rows(self, columns: Columns, vocab: int) -> list[int]:
         return list(range(columns.temperature.size))
 
-    def apply(self, logits: Tensor, columns: Columns) -> Tensor:
-        peak = logits.amax(-1, keepdim=True)
-        return logits.sub_(peak).div_(torch.from_numpy(columns.temperature)[:, None])
+    def apply(self, logits: Grid, columns: Columns) -> Grid:
+        logits -= logits.max(-1, keepdims=True)
+        logits /= columns.temperature[:, None]
+        return logits
 
 
 _ROWS_AT_ONCE = 8  # their float64 logits stay in the cache; rows do not touch each other
@@ -58,14 +61,14 @@ NO_TOKEN = -1
 
 
 def sample(
-    logits: Tensor,
+    logits: Logits,
     columns: Columns,
     stages: Sequence[Stage] = STAGES,
-    best: Tensor | None = None,
+    best: Ids | None = None,
     shapers: Sequence[Shaper | None] = (),
     masks: Mapping[int, Bits] | None = None,
     probes: Mapping[int, Probe] | None = None,
-) -> Tensor:
+) -> Ids:
     """One token a row.
 
     logits [draws, vocab] float32, finite or -inf, each row with a finite maximum -> [draws] int64,
@@ -78,39 +81,40 @@ def sample(
     lines = _lines(columns, shapers, masks or {}, probes)
     if not lines and greedy.all():
         return logits.argmax(-1) if best is None else best
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    tokens = np.empty(logits.shape[0], np.int64)
     shaped = np.zeros(greedy.size, np.bool_)
     shaped[list(lines)] = True
-    still = torch.from_numpy(np.flatnonzero(greedy & ~shaped))
-    if still.numel():
+    still = np.flatnonzero(greedy & ~shaped)
+    if still.size:
         tokens[still] = logits[still].argmax(-1) if best is None else best[still]
     for row, line in lines.items():
         if greedy[row] and line.shaper is None and line.bits is not None:
-            tokens[row] = _first_allowed(logits[row], line.bits, -1 if best is None else best[row])
+            known = -1 if best is None else int(best[row])
+            tokens[row] = _first_allowed(logits[row], line.bits, known)
             shaped[row] = False
             if line.probe is not None:
-                bits = torch.from_numpy(unpacked(line.bits, logits.shape[1]))
-                line.probe.note("mask", logits[row].masked_fill(~bits, -torch.inf))
+                allowed = unpacked(line.bits, logits.shape[1])
+                line.probe.note("mask", np.where(allowed, logits[row], -np.inf))
     for whose in (greedy & shaped, ~greedy):
         rows = np.flatnonzero(whose)
         for at in range(0, rows.size, _ROWS_AT_ONCE):
             part = rows[at : at + _ROWS_AT_ONCE]
-            some, drawn = columns.take(part), torch.from_numpy(part)
+            some = columns.take(part)
             mine = [lines[row]._replace(at=i) for i, row in enumerate(part) if row in lines]
             mine_too = {i: probes[row] for i, row in enumerate(part) if row in probes}
-            tokens[drawn] = _sample_some(logits[drawn].double(), some, stages, mine, mine_too)
+            wide = logits[part].astype(np.float64)
+            tokens[part] = _sample_some(wide, some, stages, mine, mine_too)
     return tokens
 
 
-def _first_allowed(logits: Tensor, mask: Bits, best: Tensor | int) -> int:
+def _first_allowed(logits: Logits, mask: Bits, likely: int) -> int:
     """The first largest of the tokens that `mask` allows; NO_TOKEN if that leaves none.
 
-    best: the first largest of all, -1 if it is not known. Most often the mask allows it.
+    likely: the first largest of all, -1 if it is not known. Most often the mask allows it.
     """
-    likely = int(best)
     if likely >= 0 and mask[likely >> 5] >> (likely & 31) & 1:
         return likely
-    kept = np.where(unpacked(mask, logits.shape[0]), logits.numpy(), -np.inf)
+    kept = np.where(unpacked(mask, logits.size), logits, -np.inf)
     first = int(kept.argmax())
     return first if np.isfinite(kept[first]) else NO_TOKEN
 
@@ -130,39 +134,37 @@ def _lines(
 
 
 def _sample_some(
-    logits: Tensor,
+    logits: Grid,
     columns: Columns,
     stages: Sequence[Stage],
     lines: list[Line],
     probes: Mapping[int, Probe],
-) -> Tensor:
+) -> Ids:
     """A token for each of a few rows, all greedy or none; logits are overwritten."""
-    empty = None
+    empty = np.zeros(len(logits), np.bool_)
     if lines:
-        shape(logits.numpy(), lines)
-        empty = logits.amax(-1) == -torch.inf
-        if empty.any():
-            logits[empty] = 0.0  # drawn like any other row, then thrown away
-        else:
-            empty = None
+        shape(logits, lines)
+        empty = logits.max(-1) == -np.inf
+        logits[empty] = 0.0  # drawn like any other row, then thrown away
     if columns.greedy[0]:
-        tokens = logits.argmax(-1)
+        tokens: Ids = logits.argmax(-1)
     else:
         kept = run_stages(logits, columns, stages, probes)
-        u = torch.from_numpy(uniform(columns.seed, columns.choice, columns.position))
+        u = uniform(columns.seed, columns.choice, columns.position)
         for i, probe in probes.items():
             probe.note_odds(kept[i])
             probe.uniform = float(u[i])
         tokens = inverse_cdf(kept, u)
-    return tokens if empty is None else tokens.masked_fill_(empty, NO_TOKEN)
+    tokens[empty] = NO_TOKEN
+    return tokens
 
 
 def run_stages(
-    logits: Tensor,
+    logits: Grid,
     columns: Columns,
     stages: Sequence[Stage],
     probes: Mapping[int, Probe] | None = None,
-) -> Tensor:
+) -> Grid:
     """logits [rows, vocab] float64, overwritten, through every stage that some row uses.
 
     probes: row -> who is shown what each of its stages leaves.
@@ -179,32 +181,27 @@ def run_stages(
     return logits
 
 
-def inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
+def inverse_cdf(logits: Grid, u: Row) -> Ids:
     """logits [rows, vocab] float64, 0 <= u < 1 [rows] -> the token at u, [rows].
 
     The first token whose cumulative weight exceeds u times the total: never one of weight 0.
     """
-    if logits.shape[0] > _ROWS_AT_ONCE:
-        return _inverse_cdf(logits, u)
-    # Tokens of weight 0 change no sum: rows with few others need not look at them.
-    stay = logits.numpy() > -np.inf
-    few = [i for i, row in enumerate(stay) if np.count_nonzero(row) * 4 < row.size]
-    if not few:
-        return _inverse_cdf(logits, u)
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
-    for i in few:
-        ids = torch.from_numpy(np.flatnonzero(stay[i]))
-        out[i] = ids[_inverse_cdf(logits[i, ids][None], u[i : i + 1])[0]]
-    rest = [i for i in range(len(stay)) if i not in few]
-    if rest:
-        out[rest] = _inverse_cdf(logits[rest], u[rest])
-    return out
+    if len(logits) > _ROWS_AT_ONCE:
+        return _tokens_at(logits, u)
+    tokens = np.empty(len(logits), np.int64)
+    for i, row in enumerate(logits):
+        # Tokens of weight 0 change no sum: a row with few others need not look at them.
+        stay = np.flatnonzero(row > -np.inf)
+        if stay.size * 4 < row.size:
+            tokens[i] = stay[_tokens_at(row[None, stay], u[i : i + 1])[0]]
+        else:
+            tokens[i] = _tokens_at(row[None], u[i : i + 1])[0]
+    return tokens
 
 
-def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
-    cumulative = (logits - logits.amax(-1, keepdim=True)).exp_().cumsum_(-1)
-    total = cumulative[:, -1:]
-    below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
-    return torch.searchsorted(cumulative, torch.minimum(u[:, None] * total, below), right=True)[
-        :, 0
-    ]
+def _tokens_at(logits: Grid, u: Row) -> Ids:
+    cumulative = np.exp(logits - logits.max(-1, keepdims=True)).cumsum(-1)
+    total = cumulative[:, -1]
+    below = np.nextafter(total, 0.0)  # u * total may round up to total
+    tokens: Ids = np.count_nonzero(cumulative <= np.minimum(u * total, below)[:, None], axis=-1)
+    return tokens

@@ -5,15 +5,13 @@ It reads the values that the stages are made of, where they are, and changes non
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from headrace.messages import StageView, Tap
-from headrace.sampling.logprobs import largest
+from headrace.sampling.logprobs import largest, log_sum
 
 TOP = 10  # candidates shown of each stage
 
@@ -25,20 +23,18 @@ class Probe:
         self.draw, self.greedy, self.uniform = draw, greedy, -1.0
         self.stages: list[StageView] = []
 
-    def note(self, name: str, values: Tensor | npt.NDArray[np.float64]) -> None:
+    def note(self, name: str, logits: npt.NDArray[Any]) -> None:
         """What a stage left: logits [vocab], -inf = out."""
-        logits = torch.as_tensor(values)
-        kept = int((logits > -torch.inf).sum())
-        ids, best = largest(logits[None], min(TOP, kept))
-        self.stages.append(StageView(name, kept, ids[0], best[0].tolist()))
+        kept = int(np.count_nonzero(logits > -np.inf))
+        ids = largest(logits, min(TOP, kept))
+        self.stages.append(StageView(name, kept, ids.tolist(), logits[ids].tolist()))
 
-    def note_odds(self, logits: Tensor) -> None:
+    def note_odds(self, logits: npt.NDArray[np.float64]) -> None:
         """The probabilities of what is left: logits [vocab] float64, the draw's own."""
-        kept = int((logits > -torch.inf).sum())
-        ids, values = largest(logits[None], min(TOP, kept))
-        norm = float(torch.logsumexp(logits, -1))
-        odds = [math.exp(value - norm) for value in values[0].tolist()]
-        self.stages.append(StageView("softmax", kept, ids[0], odds))
+        kept = int(np.count_nonzero(logits > -np.inf))
+        ids = largest(logits, min(TOP, kept))
+        odds = np.exp(logits[ids] - log_sum(logits)).tolist()
+        self.stages.append(StageView("softmax", kept, ids.tolist(), odds))
 
     def tap(self) -> Tap:
         """All of it."""

@@ -9,6 +9,7 @@ import torch
 
 from headrace.backends.cpu import attention
 from headrace.backends.cpu.attention import Pattern, Scratch, StepAttention, attend_reference
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.backends.cpu.kv_store import KvStore
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -34,14 +35,15 @@ class Case:
         needed = [-(-(s + c) // block_size) for s, c in rows]
         pool = list(range(sum(needed) + 3))
         rng.shuffle(pool)
-        self.store = KvStore(
+        memory = KvMemory(
             layers=2,
             blocks=len(pool),
             kv_heads=kv_heads,
             block_size=block_size,
             head_dim=head_dim,
-            dtype=dtype,
+            dtype=str(dtype).removeprefix("torch."),
         )
+        self.memory, self.store = memory, KvStore(memory)
         for tensor in (*self.store.k, *self.store.v):
             tensor[: self.store.blocks] = torch.nan
         self.tables = torch.full((len(rows), max(needed) + 2), pool[-1])
@@ -201,15 +203,16 @@ def test_block_copies_happen_at_once() -> None:
     store = case.store
     for i, tensor in enumerate((*store.k, *store.v)):
         tensor[:4] = torch.arange(4.0).view(4, 1, 1, 1) + 10 * i
-    store.copy([(0, 1), (1, 2)])
+    case.memory.copy([(0, 1), (1, 2)])
     for i, tensor in enumerate((*store.k, *store.v)):
         assert [int(tensor[b, 0, 0, 0]) - 10 * i for b in range(4)] == [0, 0, 1, 3]
-    store.copy([])
+    case.memory.copy([])
 
 
 def test_a_cache_takes_memory_only_when_written() -> None:
-    store = KvStore(
-        layers=1, blocks=1 << 20, kv_heads=4, block_size=16, head_dim=64, dtype=torch.bfloat16
+    memory = KvMemory(
+        layers=1, blocks=1 << 20, kv_heads=4, block_size=16, head_dim=64, dtype="bfloat16"
     )
+    store = KvStore(memory)
     assert store.k[0].nbytes > 1 << 33, "8 GiB a tensor: it would not fit if it were written"
     assert store.k[0][12345].count_nonzero() == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.backends.choose import settled
-from headrace.backends.cpu.kv_store import KvStore
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.config import Settings
 from headrace.errors import ConfigError
 from headrace.runner import ledger
@@ -21,25 +21,24 @@ from tests.devices import kv_tensors
 
 @pytest.mark.parametrize(
     ("dtype", "line_bytes"),
-    [(torch.float32, 32), (torch.bfloat16, 16), (torch.int8, 8 + 4)],
+    [("float32", 32), ("bfloat16", 16), ("int8", 8 + 4)],
 )
-def test_bytes_of_a_token(dtype: torch.dtype, line_bytes: int) -> None:
+def test_bytes_of_a_token(dtype: str, line_bytes: int) -> None:
     """K and V of 4 layers and 2 heads of 8."""
     assert ledger.kv_bytes_per_token(SPEC, dtype) == 2 * 4 * 2 * line_bytes
-    store = KvStore(layers=4, blocks=9, kv_heads=2, block_size=5, head_dim=8, dtype=dtype)
-    tensors = [*store.k, *store.v, *store.k_scales, *store.v_scales]
-    held = sum(t.numel() * t.element_size() for t in tensors)
-    assert held == 10 * 5 * ledger.kv_bytes_per_token(SPEC, dtype)
+    memory = KvMemory(layers=4, blocks=9, kv_heads=2, block_size=5, head_dim=8, dtype=dtype)
+    assert memory.size_bytes == 10 * 5 * ledger.kv_bytes_per_token(SPEC, dtype)
 
 
 def test_copies_take_the_scales_along() -> None:
-    store = KvStore(layers=2, blocks=4, kv_heads=2, block_size=3, head_dim=8, dtype=torch.int8)
-    for i, tensor in enumerate((*store.k, *store.v, *store.k_scales, *store.v_scales)):
+    memory = KvMemory(layers=2, blocks=4, kv_heads=2, block_size=3, head_dim=8, dtype="int8")
+    assert len(memory.arrays()) == 8
+    for i, array in enumerate(memory.arrays()):
         for block in range(4):
-            tensor[block] = 10 * i + block
-    store.copy([(0, 1), (1, 2)])
-    for i, tensor in enumerate((*store.k, *store.v, *store.k_scales, *store.v_scales)):
-        assert [int(tensor[block].flatten()[0]) - 10 * i for block in range(4)] == [0, 0, 1, 3]
+            array[block] = 10 * i + block
+    memory.copy([(0, 1), (1, 2)])
+    for i, array in enumerate(memory.arrays()):
+        assert [int(array[block].flat[0]) - 10 * i for block in range(4)] == [0, 0, 1, 3]
 
 
 @NATIVE
@@ -52,7 +51,7 @@ def test_close_to_a_float_cache(tmp_path: Path, kv_dtype: str, low: float, high:
     wanted, _ = logits(files)
     got, lines = logits(files, kv_dtype=kv_dtype)
     assert low <= float((got - wanted).norm() / wanted.norm()) <= high
-    per_token = ledger.kv_bytes_per_token(load_spec(files), getattr(torch, kv_dtype))
+    per_token = ledger.kv_bytes_per_token(load_spec(files), kv_dtype)
     (line,) = [line for line in lines if line.startswith("KV cache")]
     assert f"tokens of {per_token} bytes" in line
 
@@ -71,7 +70,7 @@ def test_int8_with_every_other_setting(tmp_path: Path) -> None:
     settings = settled(Settings(backend="cpu", kv_memory="1MiB", **chosen))
     runner, info = load_runner(settings, files, lambda phase, seconds: None)
     assert {tensor.dtype for tensor in kv_tensors(runner)} == {torch.int8}
-    blocks = 2**20 // (ledger.kv_bytes_per_token(info.spec, torch.int8) * 16)
+    blocks = 2**20 // (ledger.kv_bytes_per_token(info.spec, "int8") * 16)
     assert info.kv_blocks.value == explain(settings, files)["kv_blocks"].value == blocks
     runner.close()
 

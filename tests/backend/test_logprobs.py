@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backends.cpu import forward
+from headrace.backends.cpu import batch
 from headrace.backends.cpu.forward import TorchForward
 from headrace.messages import Join, Output, Sampling, StepPlan
 from headrace.sampling.logprobs import report
@@ -34,10 +34,10 @@ def test_equals_the_reference(rows: list[list[float]], data: st.DataObject) -> N
     """Logprob, rank and the most likely ones; among equals the lowest id comes first."""
     ids = [data.draw(st.integers(0, 8)) for _ in rows]
     counts = [data.draw(st.integers(0, 12)) for _ in rows]
-    logits = torch.tensor(rows)
-    before = logits.clone()
+    logits = np.array(rows, np.float32)
+    before = logits.copy()
     entries = report(logits, ids, counts)
-    assert torch.equal(logits, before)
+    assert np.array_equal(logits, before)
     for z, token, count, entry in zip(rows, ids, counts, entries, strict=True):
         norm = max(z) + math.log(math.fsum(math.exp(x - max(z)) for x in z))
         assert math.isclose(entry.logprob, z[token] - norm, abs_tol=1e-6)
@@ -50,7 +50,7 @@ def test_equals_the_reference(rows: list[list[float]], data: st.DataObject) -> N
 
 def test_a_row_is_alone_what_it_is_among_others() -> None:
     """Bit by bit, at a real vocabulary's size."""
-    logits = torch.randn(11, 50_257, generator=torch.Generator().manual_seed(5)) * 4
+    logits = np.random.default_rng(5).normal(0, 4, (11, 50_257)).astype(np.float32)
     ids = list(range(0, 1100, 100))
     together = report(logits, ids, [4] * 11)
     alone = [report(logits[i : i + 1], ids[i : i + 1], [4])[0] for i in range(11)]
@@ -65,16 +65,16 @@ def test_a_prompt_is_reported_in_slices(tmp_path: Path, monkeypatch: pytest.Monk
     calls: list[int] = []
     again = TorchForward.again
 
-    def counted(self: TorchForward, tokens: Sequence[int]) -> torch.Tensor:
+    def counted(self: TorchForward, tokens: Sequence[int]) -> batch.Logits:
         out = again(self, tokens)
-        assert out.numel() * out.element_size() <= forward.AGAIN_BYTES
+        assert out.nbytes <= batch.AGAIN_BYTES
         calls.append(len(tokens))
         return out
 
     monkeypatch.setattr(TorchForward, "again", counted)
     reports = []
-    for limit in (forward.AGAIN_BYTES, 4 * vocab * rows):
-        monkeypatch.setattr(forward, "AGAIN_BYTES", limit)
+    for limit in (batch.AGAIN_BYTES, 4 * vocab * rows):
+        monkeypatch.setattr(batch, "AGAIN_BYTES", limit)
         runner = load("cpu", files, dtype="float32", kv_blocks=16, block_size=8, max_num_seqs=2)
         plan = StepPlan(
             1, [], [Join(0, Sampling(temperature=0.0), 0, [list(range(8))])], [], [[]],

@@ -40,17 +40,18 @@ settings = settled(Settings(backend="cpu", kv_blocks=64, max_num_seqs=8, kv_dtyp
 runner, info = load_runner(settings, files, lambda name, seconds: None)
 loaded = resident()
 forward = runner._forward
-store = forward._store
-for tensor in (*store.k, *store.v, *store.k_scales, *store.v_scales):
-    tensor.fill_(1)
+memory = runner._memory
+for array in memory.arrays():
+    array.fill(1)
 filled = resident()
 packed = [m for matrices in forward._weights.values() for m in matrices]
 print(json.dumps({
     "before": before["VmRSS"], "peak": loaded["VmHWM"], "loaded": loaded["VmRSS"],
     "filled": filled["VmRSS"], "weights": sum(m.memory.size for m in packed),
     "types": sorted({m.ggml_type for m in packed}),
-    "kv": (store.blocks + 1) * store.block_size
-    * ledger.kv_bytes_per_token(info.spec, store.k[0].dtype),
+    "kv": (memory.blocks + 1) * memory.block_size
+    * ledger.kv_bytes_per_token(info.spec, kv_dtype),
+    "torch": "torch" in sys.modules,
 }))
 """
 
@@ -69,6 +70,7 @@ def test_nothing_is_there_twice(default_model: ModelFiles, kv_dtype: str) -> Non
     )
     found = json.loads(done.stdout)
     file_bytes = default_model.path.stat().st_size
+    assert not found["torch"], "130 MiB and two seconds of every start"
     assert found["types"] == [3, 8], "Q4_1 and Q8_0, as in the file"
     # Panels of 16 rows pad little; the vocabulary is in the file and not here.
     assert 0.95 * file_bytes < found["weights"] < 1.02 * file_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from headrace.models.hf import rope_of
-from headrace.models.positions import Rotary, alibi_slopes, inverse_frequencies, rotate
+from headrace.models.positions import Rotary, rotate
+from headrace.models.rope import alibi_slopes, frequencies_by_length, inverse_frequencies, turns
 from headrace.models.slots import head_order
 from headrace.models.spec import Rope
 from headrace.runner.pieces import ordered
@@ -43,6 +45,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
+BY_LENGTH = ("dynamic", "longrope", "longrope-ratio")
+
+
 @pytest.mark.parametrize("name", list(SCALINGS))
 @pytest.mark.parametrize("length", [1, 64, 65, 200])
 def test_frequencies_are_transformers(name: str, length: int) -> None:
@@ -58,7 +63,7 @@ def test_frequencies_are_transformers(name: str, length: int) -> None:
     wanted, magnitude = find(config, None, seq_len=length)
     ours: dict[str, Any] = {"rope_parameters": scaling, "max_position_embeddings": positions}
     rope, served = rope_of(ours, HEAD_DIM)
-    got = inverse_frequencies(rope, rope.dims or HEAD_DIM, length)
+    got = torch.from_numpy(inverse_frequencies(rope, rope.dims or HEAD_DIM, length))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
     assert rope.magnitude == pytest.approx(magnitude)
     assert served == 256
@@ -76,6 +81,32 @@ def test_a_part_of_the_head_turns() -> None:
     rotary = Rotary(Rope(dims=8, magnitude=1.0), 16)
     got = rotate(x[..., list(order)], *rotary(positions, torch.float32))
     torch.testing.assert_close(got, wanted[..., list(order)])
+
+
+@pytest.mark.parametrize("name", list(SCALINGS))
+def test_every_length_at_once(name: str) -> None:
+    ours: dict[str, Any] = {"rope_parameters": SCALINGS[name], "max_position_embeddings": 64}
+    rope, _ = rope_of(ours, HEAD_DIM)
+    dims = rope.dims or HEAD_DIM
+    each = [inverse_frequencies(rope, dims, length) for length in (3, 64, 65, 200)]
+    assert (frequencies_by_length(rope, dims, (3, 64, 65, 200)) == each).all()
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name not in BY_LENGTH])
+def test_the_table_is_what_torch_turns_by(name: str) -> None:
+    """With a checkpoint's factors, and a part of the head still; all but the last bit."""
+    ours: dict[str, Any] = {"rope_parameters": SCALINGS[name], "max_position_embeddings": 256}
+    rope, _ = rope_of(ours, HEAD_DIM)
+    rotary = Rotary(rope, HEAD_DIM)
+    factors = torch.linspace(1, 4, (rope.dims or HEAD_DIM) // 2)
+    for given_factors in (None, factors):
+        rotary.factors = None
+        if given_factors is not None:
+            rotary.factors = torch.nn.Parameter(given_factors, requires_grad=False)
+        wanted = rotary(torch.arange(300), torch.float32)
+        numbers = None if given_factors is None else given_factors.numpy()
+        for table, angles in zip(turns(rope, HEAD_DIM, 300, numbers), wanted, strict=True):
+            np.testing.assert_allclose(table, angles[:, 0].numpy(), rtol=0, atol=3e-7)
 
 
 def test_what_does_not_turn_does_not_grow() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from headrace.backends.choose import settled
-from headrace.backends.cpu.forward import Batch
+from headrace.backends.cpu.batch import Batch
 from headrace.config import Settings
 from headrace.errors import ConfigError
 from headrace.native import build as native_build
@@ -38,11 +39,11 @@ def logits(files: ModelFiles, **fields: Any) -> tuple[torch.Tensor, list[str]]:
     runner, info = load_runner(settings, files, lambda phase, seconds: None)
     rows = list(range(64))
     ids = torch.randint(0, 300, (64 * 4,), generator=torch.Generator().manual_seed(3))
-    batch = Batch(ids, torch.arange(64)[:, None].contiguous(), rows, [0] * 64, [4] * 64, [], rows)
+    batch = Batch(ids.numpy(), np.arange(64)[:, None].copy(), rows, [0] * 64, [4] * 64, [], rows)
     inner: Any = runner
-    out = inner.worker.submit(lambda: inner._forward.logits(batch).clone()).result()
+    out = inner.worker.submit(lambda: inner._forward.logits(batch).copy()).result()
     runner.close()
-    return out, info.ledger
+    return torch.from_numpy(out), info.ledger
 
 
 @NATIVE

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,8 +128,8 @@ rows_of = st.lists(
 @given(rows=rows_of, seed=st.integers(0, 10**6))
 def test_everything_alone_and_among_others(rows: list[Any], seed: int) -> None:
     """A row's token is the reference's, whatever stands beside it."""
-    logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
-    kept = logits.clone()
+    logits = np.random.default_rng(seed).normal(0, 3, (len(rows), VOCAB)).astype(np.float32)
+    kept = logits.copy()
 
     def draw(some: list[int]) -> list[int]:
         mine = [rows[i] for i in some]
@@ -148,11 +147,13 @@ def test_everything_alone_and_among_others(rows: list[Any], seed: int) -> None:
     for row, (sampling, ids, mask, choice) in zip(logits, rows, strict=True):
         allowed = None if mask is None else np.array(mask)
         prompt_tokens = 1 + len(ids) // 2
-        token = reference.draw(row.double().numpy(), sampling, choice, ids, prompt_tokens, allowed)
+        token = reference.draw(
+            row.astype(np.float64), sampling, choice, ids, prompt_tokens, allowed
+        )
         wanted.append(NO_TOKEN if token is None else token)
     assert together == wanted
     assert together == [draw([i])[0] for i in range(len(rows))]
-    assert torch.equal(kept, logits), "logits belong to the caller"
+    assert np.array_equal(kept, logits), "logits belong to the caller"
 
 
 IDS = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 1, 4]
@@ -173,11 +174,11 @@ def test_100k_draws_follow_the_reference(sampling: Sampling, vary: str) -> None:
     p = reference.softmax(reference.truncated(reference.shaped(z, sampling, IDS, 4), sampling))
     grid = z[None].copy()
     shape(grid, [Line(0, shaper_of(sampling, IDS, 4), len(IDS))])
-    kept = run_stages(torch.from_numpy(grid), Columns.of([(sampling, 0, len(IDS))]), STAGES)
+    kept = run_stages(grid, Columns.of([(sampling, 0, len(IDS))]), STAGES)
     at = {name: np.full(draws, 5, np.uint64) for name in ("seed", "choice", "position")}
     at[vary] = np.arange(draws, dtype=np.uint64)
-    u = torch.from_numpy(uniform(at["seed"], at["choice"], at["position"]))
-    counts = np.bincount(inverse_cdf(kept.expand(draws, -1), u).numpy(), minlength=12)
+    u = uniform(at["seed"], at["choice"], at["position"])
+    counts = np.bincount(inverse_cdf(np.broadcast_to(kept, (draws, 12)), u), minlength=12)
     possible = p > 0
     assert not counts[~possible].any()
     expected = draws * p[possible]
@@ -265,10 +266,10 @@ def test_rows_without_shaping_keep_no_history() -> None:
 
 
 def test_a_greedy_row_under_a_mask_alone_takes_the_first_largest_that_is_allowed() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, -torch.inf]] * 5)
+    logits = np.array([[1.0, 3.0, 3.0, -np.inf]] * 5, np.float32)
     masks = {
         j: np.array([bits], np.int32) for j, bits in enumerate([0b1111, 0b1100, 0b0001, 0b1000, 0])
     }
     for best in (None, logits.argmax(-1)):
-        tokens = sample(logits.clone(), Columns.empty(5), best=best, masks=masks)
+        tokens = sample(logits.copy(), Columns.empty(5), best=best, masks=masks)
         assert tokens.tolist() == [1, 2, 0, -1, -1]

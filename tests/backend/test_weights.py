@@ -23,10 +23,11 @@ from headrace.models.registry import module_of
 from headrace.models.slots import head_order
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import pieces
-from headrace.runner.build import load_model, load_runner
+from headrace.runner.build import load_runner
 from headrace.runner.checkpoint import GgufFile, dtypes_of, open_checkpoint
 from headrace.runner.pieces import ordered
 from headrace.runner.upload import upload
+from headrace.runner.weights import load_model
 from headrace.sources.files import ModelFiles
 
 CONFIG: dict[str, Any] = {

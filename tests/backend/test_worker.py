@@ -1,4 +1,4 @@
-"""Workers: what they return and raise, and how many threads torch has meanwhile."""
+"""Workers: what they return and raise, and on which thread."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from headrace.runner.worker import InlineWorker, ThreadWorker, Worker
 
 
 @pytest.fixture(params=["thread", "inline"])
 def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
-    made = ThreadWorker(1) if request.param == "thread" else InlineWorker()
+    made = ThreadWorker() if request.param == "thread" else InlineWorker()
     yield made
     made.close()
 
@@ -36,18 +35,17 @@ def test_results_and_errors_come_from_result(worker: Worker) -> None:
     assert order == [1, 2]
 
 
-def test_torch_has_one_thread_while_it_works(worker: Worker) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert worker.submit(torch.get_num_threads).result() == 1
-        assert torch.get_num_threads() == 3, "the asking thread keeps its own"
-    finally:
-        torch.set_num_threads(before)
+def test_a_thread_begins_with_what_it_is_told() -> None:
+    order: list[int] = []
+    own = ThreadWorker(lambda: order.append(threading.get_ident()))
+    assert own.submit(lambda: order.append(threading.get_ident())).result() is None
+    own.close()
+    assert len(order) == 2
+    assert order[0] == order[1] != threading.get_ident()
 
 
 def test_who_works() -> None:
     assert InlineWorker().submit(threading.get_ident).result() == threading.get_ident()
-    own = ThreadWorker(1)
+    own = ThreadWorker()
     assert own.submit(threading.get_ident).result() != threading.get_ident()
     own.close()

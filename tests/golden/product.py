@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from headrace.backends.cpu.forward import TorchForward
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Settings
 from headrace.engine.loop import Engine
@@ -14,7 +18,7 @@ from headrace.engine.protocol import Capacity, Runner
 from headrace.kv.cache import KVCache
 from headrace.messages import Sampling, Submit
 from headrace.models.layers import Decoder
-from headrace.runner.runner import TorchRunner
+from headrace.runner.runner import CpuRunner
 from headrace.runner.worker import ThreadWorker
 from headrace.sources.files import ModelFiles
 from tests.devices import load
@@ -99,13 +103,13 @@ def on_processor(model: Decoder, threads: int) -> Make:
 
     def make(sizes: dict[str, Any]) -> Runner:
         spec, rows, blocks = model.spec, sizes["max_num_seqs"], sizes["kv_blocks"]
-        store = KvStore(
+        memory = KvMemory(
             layers=spec.layers,
             blocks=blocks,
             kv_heads=spec.kv_heads,
             block_size=BLOCK,
             head_dim=spec.head_dim,
-            dtype=model.dtype,
+            dtype=str(model.dtype).removeprefix("torch."),
         )
         capacity = Capacity(
             [blocks],
@@ -116,7 +120,9 @@ def on_processor(model: Decoder, threads: int) -> Make:
             long_from=spec.long_from,
             each_length=spec.each_length,
         )
-        return TorchRunner(TorchForward(model, store), store, capacity, ThreadWorker(threads))
+        forward = TorchForward(model, KvStore(memory))
+        worker = ThreadWorker(functools.partial(torch.set_num_threads, threads))
+        return CpuRunner(forward, memory, capacity, worker)
 
     return make
 

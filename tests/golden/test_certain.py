@@ -9,7 +9,7 @@ import pytest
 
 from headrace import LLM, Completion, SamplingParams, StructuredOutputs
 from headrace.grammar.compile import Compiler
-from headrace.runner.runner import TorchTicket
+from headrace.runner.runner import CpuTicket
 from tests.devices import WITHOUT_NATIVE
 
 pytestmark = pytest.mark.model
@@ -85,7 +85,7 @@ def test_spared_masks_change_no_token(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     spared, few = _said(llm, monkeypatch)
     preemptions = llm._engine.stats().preemptions - stats.preemptions
     with monkeypatch.context() as patched:
-        patched.setattr(TorchTicket, "likely", lambda self: ())
+        patched.setattr(CpuTicket, "likely", lambda self: ())
         made, many = _said(llm, patched)
     assert preemptions > 0
     assert few < many, f"{few} masks with and {many} without"

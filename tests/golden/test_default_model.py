@@ -58,7 +58,7 @@ def test_prefill_logits_are_close(trio: Trio) -> None:
     )
     logits, _, busy_s = runner.worker.submit(lambda: runner.forward(step)).result()
     assert logits is not None
-    torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.from_numpy(logits[0]), expected, rtol=1e-3, atol=1e-3)
     assert busy_s > 0
     run(runner, plan(1, leaves=[0]))
 

@@ -11,13 +11,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from headrace.backends.choose import settled
-from headrace.backends.cpu import native
-from headrace.backends.cpu.forward import Batch, Forward, TorchForward
+from headrace.backends.cpu import computes
+from headrace.backends.cpu.batch import Batch, Forward
+from headrace.backends.cpu.forward import TorchForward
+from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.backends.cpu.kv_store import KvStore
 from headrace.backends.cpu.native import NativeForward
 from headrace.config import Settings
@@ -25,15 +28,17 @@ from headrace.engine.protocol import Capacity
 from headrace.errors import ConfigError, ModelError
 from headrace.models.features import missing
 from headrace.models.layers import Decoder
+from headrace.models.outline import Outline
+from headrace.models.registry import own_layers
 from headrace.models.spec import read_spec
 from headrace.native.library import Library
 from headrace.native.library import load as native_library
 from headrace.native.pool import Pool
-from headrace.native.weights import Arena
-from headrace.runner.build import load_model, load_runner
+from headrace.runner.build import load_runner
 from headrace.runner.checkpoint import open_checkpoint
-from headrace.runner.pack import pack_parameters
-from headrace.runner.runner import TorchRunner
+from headrace.runner.pack_model import pack_model
+from headrace.runner.runner import CpuRunner
+from headrace.runner.weights import load_model
 from headrace.runner.worker import InlineWorker
 from headrace.sources.files import ModelFiles
 from tests.devices import MARKS, WITHOUT_CUDA, WITHOUT_NATIVE, load
@@ -109,31 +114,30 @@ class Ours:
     ) -> None:
         self.spec = spec = read_spec(files)
         model = load_model(spec, open_checkpoint(files), dtype)
-        self.store = KvStore(
+        self.memory = KvMemory(
             layers=spec.layers,
             blocks=sequences * WIDTH,
             kv_heads=spec.kv_heads,
             block_size=BLOCK,
             head_dim=spec.head_dim,
-            dtype=dtype,
+            dtype=str(dtype).removeprefix("torch."),
         )
-        self.forward: Forward = TorchForward(model, self.store)
+        self.forward: Forward = TorchForward(model, KvStore(self.memory))
         if native:
-            self.forward = native_forward(model, self.store, rows=sequences * 16)
-        self.tables = torch.arange(sequences * WIDTH).view(sequences, WIDTH)
+            self.forward = native_forward(model, self.memory, rows=sequences * 16)
+        self.tables = np.arange(sequences * WIDTH).reshape(sequences, WIDTH)
         self.capacity = Capacity(
             [sequences * WIDTH], BLOCK, sequences, spec.max_positions, spec.vocab_size
         )
 
     @property
-    def runner(self) -> TorchRunner:
+    def runner(self) -> CpuRunner:
         """Over the same cache."""
-        return TorchRunner(self.forward, self.store, self.capacity, InlineWorker())
+        return CpuRunner(self.forward, self.memory, self.capacity, InlineWorker())
 
     def close(self) -> None:
         self.forward.close()
 
-    @torch.inference_mode()
     def logits(
         self, prompts: list[list[int]], chunk: int, starts: list[int] | None = None
     ) -> list[Tensor]:
@@ -144,7 +148,7 @@ class Ours:
             parts = [prompts[i][at[i] : at[i] + chunk] for i in rows]
             counts = [len(part) for part in parts]
             batch = Batch(
-                torch.tensor(list(chain.from_iterable(parts))),
+                np.array(list(chain.from_iterable(parts))),
                 self.tables,
                 rows,
                 [at[i] for i in rows],
@@ -155,20 +159,28 @@ class Ours:
                 prompts=[len(prompts[i]) for i in rows],
             )
             self.forward.logits(batch)
-            pieces = torch.split(self.forward.again(range(sum(counts))), counts)
+            again = torch.from_numpy(self.forward.again(range(sum(counts))))
+            pieces = torch.split(again, counts)
             for i, piece in zip(rows, pieces, strict=True):
                 found[i].append(piece.clone())
                 at[i] += piece.shape[0]
         return [torch.cat(pieces) for pieces in found]
 
 
-def native_forward(model: Decoder, store: KvStore, rows: int) -> NativeForward:
+def native_forward(model: Decoder, memory: KvMemory, rows: int) -> NativeForward:
     """The same model and cache on native kernels, float activations."""
     library = native_library()
     assert isinstance(library, Library), library
-    packed = pack_parameters(model, library, Arena())
-    pool, positions = Pool(library, 1), WIDTH * BLOCK
-    return NativeForward(model, packed, store, pool, positions=positions, rows=rows, exact=True)
+    weights = pack_model(model, library)
+    return NativeForward(
+        Outline(model.spec, weights.vectors),
+        weights.packed,
+        memory,
+        Pool(library, 1),
+        positions=WIDTH * BLOCK,
+        rows=rows,
+        exact=True,
+    )
 
 
 DEVICES = ["cpu"] + [pytest.param("cuda", marks=MARKS["cuda"])] * (not WITHOUT_CUDA)
@@ -277,7 +289,10 @@ def test_native_kernels(family: Family) -> None:
 
 def test_native_kernels_compute_no_more_than_that(family: Family) -> None:
     """What runs on torch instead is known here, so that a family does not slip there unseen."""
-    assert (not missing(read_spec(family.files), native.COMPUTES)) == (family.files.name in NATIVE)
+    spec = read_spec(family.files)
+    lacks = missing(spec, computes.NATIVE)
+    assert (not lacks) == (family.files.name in NATIVE)
+    assert not own_layers(spec) or lacks, "layers of its own have a name"
 
 
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])

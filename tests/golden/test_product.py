@@ -16,8 +16,8 @@ import torch
 
 from headrace.bench.naive_model import hf_model
 from headrace.models.spec import read_spec
-from headrace.runner.build import load_model
 from headrace.runner.checkpoint import open_checkpoint
+from headrace.runner.weights import load_model
 from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.text.template import ChatTemplate

@@ -19,7 +19,8 @@ import torch
 from headrace.config import Settings
 from headrace.engine.protocol import Capacity, Runner, Ticket
 from headrace.messages import Grow, Sampling, StepPlan
-from headrace.runner.build import load_model, read_facts
+from headrace.runner.build import read_facts
+from headrace.runner.weights import load_model
 from headrace.sources.files import ModelFiles
 from tests.backend.runner_contract import Steps
 from tests.backend.tap_contract import ALLOWED, EDITED

@@ -87,7 +87,7 @@ def acceptable(
     logits: Tensor, sampling: Sampling, choice: int, position: int, moves: tuple[float, ...]
 ) -> set[int]:
     """The pipeline's tokens with u, top-p and min-p moved by so much."""
-    z = logits.float().cpu()[None]
+    z = logits.float().cpu().numpy()[None]
     if sampling.temperature < host_params.GREEDY_BELOW:
         return {int(z.argmax())}
     seed, which, at = (np.array([n], np.uint64) for n in (sampling.seed, choice, position))
@@ -100,8 +100,8 @@ def acceptable(
             sampling.top_p + dp if sampling.top_p < 1.0 else 1.0,
             sampling.min_p * (1 + dp) if sampling.min_p < 1.0 else 1.0,
         )
-        kept = run_stages(z.double(), Columns.of([(near, 0, 0)]), STAGES)
-        moved = torch.tensor([min(max(u + du, 0.0), 1 - 1e-12)], dtype=torch.float64)
+        kept = run_stages(z.astype(np.float64), Columns.of([(near, 0, 0)]), STAGES)
+        moved = np.array([min(max(u + du, 0.0), 1 - 1e-12)])
         found.add(int(inverse_cdf(kept, moved)[0]))
     return found
 

@@ -31,7 +31,8 @@ from headrace.kernels.tuned import (
     default_decoding,
     entry,
 )
-from headrace.runner.build import load_model, read_facts
+from headrace.runner.build import read_facts
+from headrace.runner.weights import load_model
 from headrace.sources.files import ModelFiles
 from tests.golden.reference import tiny_model
 from tests.kernels.conftest import CUDA

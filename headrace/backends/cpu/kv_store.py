@@ -1,56 +1,25 @@
-"""The tensors of the paged KV cache, on the CPU.
-
-One K and one V tensor a layer, [blocks + 1, kv_heads, block_size, head_dim]: a head's keys within a
-block lie next to each other. The extra last block stays zero for ever: padding reads it, so that
-no stale value (not even NaN) can reach a sequence that does not own it.
-
-int8 caches hold x = scale * q, a float32 scale for each line: one token of one head.
-"""
+"""The paged KV cache as torch's tensors, on the CPU: views of `kv_memory`."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only once written: numpy asks the system, torch would write them."""
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-        .view(dtype)
-        .view(shape)
-    )
+from headrace.backends.cpu.kv_memory import Array, KvMemory
 
 
 class KvStore:
-    """K and V of every layer. A block takes memory from its first write on.
+    """K and V of every layer of `memory`, for what computes on torch."""
 
-    keys_are_values: one line is both, as in latent attention.
-    """
-
-    def __init__(
-        self,
-        *,
-        layers: int,
-        blocks: int,
-        kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        keys_are_values: bool = False,
-    ) -> None:
-        assert not (keys_are_values and dtype == torch.int8), "int8 is written by native kernels"
-        self.blocks, self.kv_heads = blocks, kv_heads
-        self.block_size, self.head_dim = block_size, head_dim
-        shape = (blocks + 1, kv_heads, block_size, head_dim)
-        self.k = [_zero_pages(shape, dtype) for _ in range(layers)]
-        self.v = self.k if keys_are_values else [_zero_pages(shape, dtype) for _ in range(layers)]
-        scaled = layers if dtype == torch.int8 else 0  # else there are no scales
-        self.k_scales = [_zero_pages(shape[:-1], torch.float32) for _ in range(scaled)]
-        self.v_scales = [_zero_pages(shape[:-1], torch.float32) for _ in range(scaled)]
+    def __init__(self, memory: KvMemory) -> None:
+        assert memory.dtype != "int8", "int8 is read and written by native kernels"
+        self.blocks, self.kv_heads = memory.blocks, memory.kv_heads
+        self.block_size, self.head_dim = memory.block_size, memory.head_dim
+        dtype: torch.dtype = getattr(torch, memory.dtype)
+        self.k = [_tensor(array, dtype) for array in memory.k]
+        same = memory.v is memory.k
+        self.v = self.k if same else [_tensor(array, dtype) for array in memory.v]
 
     def lines(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V as [(blocks + 1) * kv_heads * block_size, head_dim]; see `line_index`."""
@@ -72,19 +41,13 @@ class KvStore:
         return self.blocks * self.kv_heads * self.block_size
 
     def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
-        """index [tokens * kv_heads] lines, k and v [tokens, kv_heads, head_dim]. Not for int8:
-        only native kernels, which write by themselves, make it."""
-        assert not self.k_scales, "int8 is written by native kernels"
+        """index [tokens * kv_heads] lines, k and v [tokens, kv_heads, head_dim]."""
         k_lines, v_lines = self.lines(layer)
         k_lines.index_copy_(0, index, k.reshape(-1, self.head_dim))
         if self.v is not self.k:
             v_lines.index_copy_(0, index, v.reshape(-1, self.head_dim))
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target), as if all at once."""
-        if not pairs:
-            return
-        source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        values = [] if self.v is self.k else self.v
-        for tensor in (*self.k, *values, *self.k_scales, *self.v_scales):
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+def _tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    bits = array.view(np.int16) if dtype == torch.bfloat16 else array
+    return torch.from_numpy(bits).view(dtype)

@@ -13,77 +13,58 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from headrace.backends.cpu.forward import AGAIN_BYTES, Batch, Peaks
-from headrace.backends.cpu.kv_store import KvStore
-from headrace.models.latent import LatentAttention
-from headrace.models.layers import (
-    Attention,
-    Decoder,
-    Embedding,
-    GatedMlp,
-    GivenAttention,
-    Linear,
-    Mlp,
-    Norm,
-    RMSNorm,
-)
-from headrace.models.routed import RoutedMlp
+from headrace.backends.cpu.batch import AGAIN_BYTES, Batch, Logits, Peaks
+from headrace.backends.cpu.kv_memory import Array, KvMemory
+from headrace.models.outline import Attention, Embedding, GatedMlp, Linear, Outline, RMSNorm
 from headrace.native import library as abi
 from headrace.native.library import Op, Step
+from headrace.native.memory import zeros
 from headrace.native.pool import Pool
 from headrace.native.weights import PLAIN_TYPES, PackedMatrix
 
-_REFUSED = "refused at load: see COMPUTES"
 _FIRST_ROOM = 256  # tokens; grows to the largest step seen
 
-_TYPES = {"best": torch.int64, "finite": torch.int32}  # of an op's tensors that are not float32
-
-# What of `models.features` is computed here.
-COMPUTES = frozenset({
-    "scaled embedding", "wide norms", "post norms", "q and k norms", "two rotary embeddings",
-    "sliding window", "scaled scores", "soft-capped scores", "output bias", "MLP bias",
-    "MLP of gelu_tanh", "soft-capped logits",
-})  # fmt: skip
+_TYPES = {"best": np.int64, "finite": np.int32}  # of an op's tensors that are not float32
 _ACTS = {"silu": 0, "gelu_tanh": abi.GELU}
 
-Turns = Mapping[str, tuple[Tensor, ...]]  # LayerSpec.rope -> cos and sin, each [positions, 1, d/2]
+Turns = Mapping[str, tuple[Array, Array]]  # LayerSpec.rope -> cos and sin, [positions, d/2]
 Weights = Mapping[str, Sequence[PackedMatrix]]  # parameter name -> matrices, in order of rows
 
 
 class Buffers:
     """What flows between ops, for steps of up to `tokens` tokens and `rows` chosen rows."""
 
-    def __init__(self, pool: Pool, model: Decoder, tokens: int, rows: int) -> None:
+    def __init__(self, pool: Pool, model: Outline, tokens: int, rows: int) -> None:
         spec, self.tokens, self.rows = model.spec, tokens, rows
         heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self.x = torch.empty(tokens, spec.hidden)
-        self.qkv = torch.empty(tokens, heads)
-        self.y = torch.empty(tokens, spec.heads * spec.head_dim)
-        self.gated = torch.empty(tokens, spec.ffn)
-        self.added = torch.empty(tokens, spec.hidden)  # what is normed before it joins x
-        self.chosen = torch.empty(rows, spec.hidden)  # of x, from `narrow` on
-        self.chosen_y = torch.empty(rows, spec.heads * spec.head_dim)
-        self.logits = torch.empty(rows, spec.vocab_rows)
-        self.best = torch.empty(rows, dtype=torch.int64)
-        self.finite = torch.empty(rows, dtype=torch.int32)
+        self.x = zeros((tokens, spec.hidden), np.float32)
+        self.qkv = zeros((tokens, heads), np.float32)
+        self.y = zeros((tokens, spec.heads * spec.head_dim), np.float32)
+        self.gated = zeros((tokens, spec.ffn), np.float32)
+        self.added = zeros((tokens, spec.hidden), np.float32)  # what is normed before it joins x
+        self.chosen = zeros((rows, spec.hidden), np.float32)  # of x, from `narrow` on
+        self.chosen_y = zeros((rows, spec.heads * spec.head_dim), np.float32)
+        self.logits = zeros((rows, spec.vocab_rows), np.float32)
+        self.best = zeros((rows,), np.int64)
+        self.finite = zeros((rows,), np.int32)
         widest = max(spec.hidden, spec.ffn, spec.heads * spec.head_dim)
         blocks = -(-max(tokens, rows) // abi.TILE) * -(-widest // abi.BLOCK)
         block_bytes = max(pool.library.fast_block_bytes, pool.library.exact_block_bytes)
-        self.acts = torch.zeros(blocks * block_bytes, dtype=torch.uint8)
+        self.acts = zeros((blocks * block_bytes,), np.uint8)
 
 
 class Recorder:
-    """Implements `models.ops.Ops` by writing down what is asked. Tensors it returns are buffers
-    that a replay fills. whole: the last layer is that of all tokens, not of the chosen ones."""
+    """Implements `models.ops.Ops`, as far as an outline asks, by writing down what is asked. Arrays
+    it returns are buffers that a replay fills.
+
+    whole: the last layer is that of all tokens, not of the chosen ones."""
 
     def __init__(
         self,
-        model: Decoder,
+        model: Outline,
         weights: Weights,
-        store: KvStore,
+        memory: KvMemory,
         buffers: Buffers,
         turns: Turns,
         *,
@@ -93,21 +74,18 @@ class Recorder:
         self.ops: list[Op] = []
         self._whole = whole
         self._keep: list[Any] = []  # what the ops point at
-        self._store, self._buffers, self._exact, self._turns = store, buffers, exact, turns
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._memory, self._buffers, self._exact, self._turns = memory, buffers, exact, turns
         self._weights = weights
         self._rows = 0  # OF_HEAD from `narrow` on: a flag of every op
-        self._head = "embed.weight" if model.head is None else "head.weight"
 
-    def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
+    def embed(self, embedding: Embedding, positions: None) -> Array:
         """See `Ops`."""
-        assert positions is None, _REFUSED
-        matrices = self._weights[self._names[id(embedding)] + ".weight"]
+        matrices = self._weights[embedding.name]
         out = self._buffers.x
         self._add(abi.EMBED, matrices, {"out": out}, scale=embedding.scale)
         return out
 
-    def qkv(self, attention: Attention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+    def qkv(self, attention: Attention, x: Array, norm: RMSNorm, linear: Linear) -> Array:
         """See `Ops`; q stays beside k and v: [T, heads + 2 kv_heads, d]."""
         b = self._buffers
         self._product(x, norm, linear, b.qkv)
@@ -120,18 +98,18 @@ class Recorder:
         self._add(abi.ROTATE, (), tensors, scale=attention.scale, epsilon=epsilon)
         return b.qkv
 
-    def narrow(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def narrow(self, x: Array, q: Array) -> tuple[Array, Array]:
         """See `Ops`; q stays where it is."""
         if self._whole:
             return x, q
         self._rows = abi.OF_HEAD
         return self._gather(x, self._buffers.chosen), q
 
-    def _gather(self, x: Tensor, out: Tensor) -> Tensor:
+    def _gather(self, x: Array, out: Array) -> Array:
         self._add(abi.GATHER, (), {"x": x, "out": out}, width=x.shape[1])
         return out
 
-    def attend(self, attention: Attention, q: Tensor) -> Tensor:
+    def attend(self, attention: Attention, q: Array) -> Array:
         """See `Ops`."""
         y = self._buffers.y
         tensors = {"x": q, "out": y, **self._cache(attention.reads)}
@@ -139,78 +117,57 @@ class Recorder:
         self.ops[-1].window = attention.window
         return self._gather(y, self._buffers.chosen_y) if self._rows else y
 
-    def add_linear(self, x: Tensor, y: Tensor, linear: Linear, post: Norm | None) -> Tensor:
+    def add_linear(self, x: Array, y: Array, linear: Linear, post: RMSNorm | None) -> Array:
         """See `Ops`; in place."""
         return self._join(x, y, linear, post)
 
-    def add_mlp(self, x: Tensor, norm: Norm, mlp: Mlp, post: Norm | None) -> Tensor:
+    def add_mlp(self, x: Array, norm: RMSNorm, mlp: GatedMlp, post: RMSNorm | None) -> Array:
         """See `Ops`; in place."""
-        assert isinstance(mlp, GatedMlp), _REFUSED
         gated = self._buffers.gated
         self._product(x, norm, mlp.gate_up, gated, kind=abi.GATED, flags=_ACTS[mlp.act])
         return self._join(x, gated, mlp.down, post)
 
-    def _join(self, x: Tensor, y: Tensor, linear: Linear, post: Norm | None) -> Tensor:
+    def _join(self, x: Array, y: Array, linear: Linear, post: RMSNorm | None) -> Array:
         """x + post(linear(y)), in place."""
         if post is None:
             self._product(y, None, linear, x, flags=abi.ADD)
             return x
-        assert isinstance(post, RMSNorm), _REFUSED
         added, width = self._buffers.added, x.shape[1]
         self._product(y, None, linear, added)
         tensors = {"x": added, "out": x, "weight": post.weight}
         self._add(abi.ADD_NORMED, (), tensors, width=width, epsilon=post.eps)
         return x
 
-    def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """See `Ops`; refused when a model is loaded."""
-        raise AssertionError(_REFUSED)
-
-    def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
-        """See `Ops`; refused when a model is loaded."""
-        raise AssertionError(_REFUSED)
-
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """No model that was not refused asks for it."""
-        raise AssertionError(_REFUSED)
-
-    def attend_given(self, attention: GivenAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """No model that was not refused asks for it."""
-        raise AssertionError(_REFUSED)
-
-    def add_experts(self, layer: int, x: Tensor, norm: Norm, mlp: RoutedMlp) -> Tensor:
-        """See `Ops`; refused when a model is loaded."""
-        raise AssertionError(_REFUSED)
-
-    def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
-        """See `Ops`; x of all tokens too: the step says which rows are chosen."""
+    def head(self, x: Array, norm: RMSNorm, name: str, vocab: int, softcap: float) -> Array:
+        """See `Ops`, of the first `vocab` rows of the matrix `name`; x of all tokens too: the step
+        says which rows are chosen."""
         if not self._rows:
             self._rows = abi.OF_HEAD
             x = self._gather(x, self._buffers.chosen)
         out = self._buffers.logits
-        assert weight.shape[0] <= out.shape[1], "padding rows of the vocabulary are cut off later"
-        matrices = self._weights[self._head]
+        assert vocab <= out.shape[1], "padding rows of the vocabulary are cut off later"
+        matrices = self._weights[name]
         how = self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
         self._add(abi.LINEAR, matrices, {"out": out}, flags=how, width=out.shape[1], acts=True)
         self.ops[-1].softcap = softcap
         found = {"x": out, "best": self._buffers.best, "finite": self._buffers.finite}
-        self._add(abi.PEAKS, (), found, width=weight.shape[0])
+        self._add(abi.PEAKS, (), found, width=vocab)
         self.ops[-1].stride = out.shape[1]
         return out
 
     def _product(
         self,
-        x: Tensor,
-        norm: Norm | None,
+        x: Array,
+        norm: RMSNorm | None,
         linear: Linear,
-        out: Tensor,
+        out: Array,
         *,
         kind: int = abi.LINEAR,
         flags: int = 0,
     ) -> None:
         """out (+)= norm(x) W^T + b."""
-        matrices = self._weights[self._names[id(linear)] + ".weight"]
+        matrices = self._weights[linear.name]
         how = self._kind_of_acts(matrices)
         self._quantise(x, norm, how)
         tensors = {"out": out}
@@ -218,21 +175,21 @@ class Recorder:
             tensors["bias"] = linear.bias
         self._add(kind, matrices, tensors, flags=how | flags, width=out.shape[1], acts=True)
 
-    def _cache(self, layer: int) -> dict[str, Tensor]:
-        store = self._store
-        found = {"k": store.k[layer], "v": store.v[layer]}
-        if store.k_scales:
-            found |= {"k_scales": store.k_scales[layer], "v_scales": store.v_scales[layer]}
+    def _cache(self, layer: int) -> dict[str, Array]:
+        memory = self._memory
+        memory = self._memory
+        found = {"k": memory.k[layer], "v": memory.v[layer]}
+        if memory.k_scales:
+            found |= {"k_scales": memory.k_scales[layer], "v_scales": memory.v_scales[layer]}
         return found
 
     def _kind_of_acts(self, matrices: Sequence[PackedMatrix]) -> int:
         plain = any(matrix.ggml_type in PLAIN_TYPES for matrix in matrices)
         return abi.EXACT if self._exact or plain else 0
 
-    def _quantise(self, x: Tensor, norm: Norm | None, flags: int) -> None:
+    def _quantise(self, x: Array, norm: RMSNorm | None, flags: int) -> None:
         tensors, epsilon = {"x": x}, 0.0
         if norm is not None:
-            assert isinstance(norm, RMSNorm), _REFUSED
             tensors["weight"], epsilon = norm.weight, norm.eps
         width = x.shape[1]
         self._add(abi.QUANTISE, (), tensors, flags=flags, width=width, epsilon=epsilon, acts=True)
@@ -241,7 +198,7 @@ class Recorder:
         self,
         kind: int,
         matrices: Sequence[PackedMatrix],
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Array],
         *,
         flags: int = 0,
         width: int = 0,
@@ -251,8 +208,8 @@ class Recorder:
         acts: bool = False,
     ) -> None:
         for name, tensor in tensors.items():
-            assert tensor.is_contiguous(), name
-            assert tensor.dtype == _TYPES.get(name, torch.float32) or name in ("k", "v"), name
+            assert tensor.flags.c_contiguous, name
+            assert tensor.dtype == _TYPES.get(name, np.float32) or name in ("k", "v"), name
         op = Op(
             kind=kind,
             flags=flags | self._rows,
@@ -263,9 +220,9 @@ class Recorder:
             part_count=len(matrices),
         )
         for name, tensor in tensors.items():
-            setattr(op, name, tensor.data_ptr())
+            setattr(op, name, tensor.ctypes.data)
         if acts:
-            op.acts = self._buffers.acts.data_ptr()
+            op.acts = self._buffers.acts.ctypes.data
         if matrices:
             op.parts = abi.pointers([matrix.c for matrix in matrices])
         self._keep.append((matrices, tensors, op.parts))
@@ -281,40 +238,35 @@ class Whole(NamedTuple):
 
 
 class NativeForward:
-    """See `forward.Forward`. `positions`: how many a sequence may reach; `rows`: most chosen.
+    """See `batch.Forward`. `positions`: how many a sequence may reach; `rows`: most chosen.
 
     Takes the pool: `close` ends it.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: Outline,
         weights: Weights,
-        store: KvStore,
+        memory: KvMemory,
         pool: Pool,
         *,
         positions: int,
         rows: int,
         exact: bool,
     ) -> None:
-        self._model, self._weights, self._store, self.pool = model, weights, store, pool
+        self._model, self._weights, self._memory, self.pool = model, weights, memory, pool
         self._exact = exact
-        self._positions, places = positions, torch.arange(positions)
-        self._turns = {
-            name: tuple(t.contiguous() for t in rotary(places, torch.float32))
-            for name, rotary in model.rotaries.items()
-        }
-        self._kv_type = abi.KV_TYPES[str(store.k[0].dtype).removeprefix("torch.")]
+        self._positions, self._turns = positions, model.turns(positions)
+        self._kv_type = abi.KV_TYPES[memory.dtype]
         self._record(_FIRST_ROOM, rows)
 
     def _record(self, tokens: int, rows: int) -> None:
         buffers = Buffers(self.pool, self._model, tokens, rows)
         recorder = Recorder(
-            self._model, self._weights, self._store, buffers, self._turns, exact=self._exact
+            self._model, self._weights, self._memory, buffers, self._turns, exact=self._exact
         )
-        self._model.logits(self._model(recorder), recorder)
+        self._model.logits(self._model.forward(recorder), recorder)
         self._buffers, self._recorder = buffers, recorder
-        self._best, self._finite = buffers.best.numpy(), buffers.finite.numpy()
         self._columns = np.zeros((5, max(tokens, rows)), np.int32)
         self._step = self._empty_step()
         self._ops = (Op * len(recorder.ops))(*recorder.ops)
@@ -325,13 +277,13 @@ class NativeForward:
         recorder = Recorder(
             self._model,
             self._weights,
-            self._store,
+            self._memory,
             self._buffers,
             self._turns,
             exact=self._exact,
             whole=True,
         )
-        hidden = self._model(recorder)
+        hidden = self._model.forward(recorder)
         body = len(recorder.ops)
         self._model.logits(hidden, recorder)
         ops, head = recorder.ops, recorder.ops[body:]
@@ -342,9 +294,9 @@ class NativeForward:
         """What a step runs, in order."""
         return self._recorder.ops
 
-    def logits(self, batch: Batch) -> Tensor | None:
-        """See `Forward`."""
-        tokens, rows = batch.ids.numel(), len(batch.chosen)
+    def logits(self, batch: Batch) -> Logits | None:
+        """See `batch.Forward`."""
+        tokens, rows = batch.ids.size, len(batch.chosen)
         if batch.whole:  # a product of few rows would be the reading of its weight
             rows = max(rows, min(tokens, AGAIN_BYTES // (4 * self._model.spec.vocab_rows)))
         self.reserve(tokens, rows)
@@ -369,12 +321,12 @@ class NativeForward:
 
         head_rows: tokens that the output layer takes, ascending; None: those that are chosen.
         """
-        tokens, tables, step = batch.ids.numel(), batch.tables, self._step
+        tokens, tables, step = batch.ids.size, batch.tables, self._step
         chosen = batch.last_tokens() if head_rows is None else head_rows
         ids, heads, rows, positions, writes = self._columns
-        assert tables.is_contiguous(), "tables are read in place"
-        assert tables.dtype == torch.int64, "block ids are int64"
-        ids[:tokens] = batch.ids.numpy()
+        assert tables.flags.c_contiguous, "tables are read in place"
+        assert tables.dtype == np.int64, "block ids are int64"
+        ids[:tokens] = batch.ids
         heads[: len(chosen)] = chosen
         writes[:tokens] = 1
         if len(batch.rows) == tokens:  # a token each, as while all decode
@@ -391,7 +343,7 @@ class NativeForward:
             furthest = int(positions[:tokens].max())
         assert furthest < self._positions, "a position past the rotary table"
         step.tokens, step.head_count = tokens, len(chosen)
-        step.tables, step.table_width = tables.data_ptr(), tables.shape[1]
+        step.tables, step.table_width = tables.ctypes.data, tables.shape[1]
         self.pool.run(ops, step)
 
     def _empty_step(self) -> Step:
@@ -402,38 +354,44 @@ class NativeForward:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            block_size=self._store.block_size,
+            block_size=self._memory.block_size,
             kv_type=self._kv_type,
             **{name: column.ctypes.data for name, column in columns},
         )
 
-    def peaks(self, logits: Tensor) -> Peaks:
-        """See `Forward`; the step found them."""
+    def peaks(self, logits: Logits) -> Peaks:
+        """See `batch.Forward`; the step found them."""
         n = logits.shape[0]
-        return Peaks(self._best[:n], self._finite[:n] != 0)
+        return Peaks(self._buffers.best[:n], self._buffers.finite[:n] != 0)
 
     @property
     def most_again(self) -> int:
-        """See `Forward`; as many rows of logits as there is room for."""
+        """See `batch.Forward`; as many rows of logits as there is room for."""
         return self._buffers.rows
 
-    def again(self, tokens: Sequence[int]) -> Tensor:
-        """See `Forward`. The residual stream of the last step still stands in its buffer."""
+    def again(self, tokens: Sequence[int]) -> Logits:
+        """See `batch.Forward`. The residual stream of the last step still stands in its buffer."""
         assert self._last is not None, "again() follows logits() of a whole batch"
         assert self._whole is not None, "a whole batch is recorded"
         assert len(tokens) <= self._buffers.rows, f"{len(tokens)} tokens, room for fewer"
         self.run(self._last, self._whole.head, np.array(tokens, np.int64))
         return self._buffers.logits[: len(tokens), : self._model.spec.vocab_size]
 
-    def states(self, first: int, count: int) -> Tensor:
-        """See `Forward`. The residual stream is float32 here, whatever the weights are."""
+    def states(self, first: int, count: int) -> Logits:
+        """See `batch.Forward`. The residual stream is float32 here, whatever the weights are."""
         assert self._last is not None, "states() follows logits() of a whole batch"
-        normed: Tensor = self._model.norm(self._buffers.x[first : first + count])
+        x, (weight, eps) = self._buffers.x[first : first + count], self._model.norm
+        scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
+        normed: Logits = x / scale * weight
         return normed
 
-    def scores(self, states: Tensor) -> Tensor:
-        """See `Forward`; the head is never packed."""
-        return self._model.scores(states)
+    def scores(self, states: Logits) -> Logits:
+        """See `batch.Forward`; the head is never packed."""
+        weight = self._model.classifier
+        assert weight is not None, "a model without a classification head"
+        # Not a product of matrices: numpy's library for those has threads of its own.
+        scored: Logits = (weight * states[..., None, :]).sum(-1)
+        return scored
 
     def counters(self) -> Mapping[str, int]:
         """Nothing: no mixture of experts runs here."""
@@ -442,5 +400,5 @@ class NativeForward:
     def close(self) -> None:
         """End the pool; drop weights and buffers."""
         self.pool.close()
-        del self._model, self._weights, self._store, self._buffers, self._recorder, self._ops
-        del self._whole, self._last, self._best, self._finite, self._columns, self._step
+        del self._model, self._weights, self._memory, self._buffers, self._recorder, self._ops
+        del self._whole, self._last, self._columns, self._step

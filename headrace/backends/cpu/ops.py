@@ -15,17 +15,6 @@ from headrace.models.layers import Attention, Embedding, GivenAttention, Linear,
 from headrace.models.positions import rotate
 from headrace.models.routed import RoutedMlp
 
-# What of `models.features` is computed here.
-COMPUTES = frozenset({
-    "scaled embedding", "learned positions", "layer norm", "wide norms", "post norms",
-    "clipped q, k and v", "q and k norms", "v norms", "AltUp", "layers without rotary embedding",
-    "two rotary embeddings", "rotary frequencies by length", "shared K and V", "sliding window",
-    "scaled scores", "soft-capped scores", "attention sinks", "ALiBi", "output bias",
-    "MLP without a gate", "MLP of gelu", "MLP of gelu_tanh", "MLP of relu", "MLP of clamped",
-    "MLP bias", "layers of several widths", "soft-capped logits", "experts", "latent attention",
-    "layers of transformers",
-})  # fmt: skip
-
 Turns = Mapping[str, tuple[Tensor, Tensor]]  # LayerSpec.rope -> cos and sin, each [T, 1, d/2]
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headrace.kernels.columns import StepColumns
 from headrace.models.layers import Decoder
-from headrace.models.positions import Rotary, frequencies_by_length
+from headrace.models.positions import Rotary
+from headrace.models.rope import frequencies_by_length
 
 
 class Turn(NamedTuple):
@@ -75,7 +76,9 @@ class _ByLength:
         longest = positions if rope.kind == "dynamic" else self._first + 1
         lengths = range(self._first, max(longest, self._first) + 1)
         frequencies = frequencies_by_length(rope, rope.dims or head_dim, lengths)
-        self._frequencies = frequencies.to(prompts.device)  # [lengths, pairs that turn]
+        self._frequencies = torch.from_numpy(frequencies).to(
+            prompts.device
+        )  # [lengths, pairs that turn]
         cos = torch.ones((tokens, head_dim // 2), device=prompts.device)
         self.turn = Turn(cos, torch.zeros_like(cos), by_token=True)
 

@@ -1,0 +1,57 @@
+"""Whether a checkpoint has the tensors that its config asks for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from headrace.errors import ModelError
+from headrace.models.registry import family_of
+from headrace.models.slots import Slot
+from headrace.models.spec import ModelSpec
+from headrace.runner.checkpoint import PLAIN_DTYPES, Checkpoint
+from headrace.runner.named import fold
+
+# Buffers that older exporters saved; they follow from the config.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_OUTPUT_LAYER = ("lm_head.weight", "output.weight")  # a copy of the embedding when tied
+
+
+def checked(
+    spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, *, tied: bool
+) -> dict[str, Slot]:
+    """The slots by the names that the checkpoint has for their tensors. `tied`: there is no output
+    layer of its own.
+
+    Raises ModelError naming tensors that are missing, unexpected, or of the wrong shape or type.
+    """
+    gguf, family = checkpoint.gguf, family_of(spec.architecture)
+    stored = {name if gguf else family.name_of(name): name for name in checkpoint.tensors}
+    wanted = {slot.gguf if gguf else slot.hf: slot for slot in slots}
+    wanted.pop("", None)  # what this kind of checkpoint does not have
+    spare = {name for name, slot in wanted.items() if not slot.parameter}
+    for name in spare:
+        del wanted[name]
+    ignored = _OUTPUT_LAYER if tied else ()
+    unexpected = {
+        stored[name]
+        for name in stored.keys() - wanted.keys() - spare
+        if family.reads(name) and not name.endswith(_IGNORED_SUFFIXES) and name not in ignored
+    }
+    missing = wanted.keys() - stored.keys()
+    problems = [
+        f"{len(names)} {what}: {fold(names)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    misfits: dict[str, list[str]] = defaultdict(list)
+    for name in wanted.keys() - missing:
+        found, shape = checkpoint.tensors[stored[name]], wanted[name].stored_shape(gguf=gguf)
+        if found.shape != shape:
+            misfit = f"has shape {list(found.shape)}, the config asks {list(shape)}"
+            misfits[misfit].append(stored[name])
+        if not gguf and found.dtype not in PLAIN_DTYPES:
+            misfits[f"is of type {found.dtype}, which is not supported"].append(stored[name])
+    problems += sorted(f"{fold(names)} {misfit}" for misfit, names in misfits.items())
+    if problems:
+        raise ModelError("the checkpoint does not fit its config: " + "; ".join(problems))
+    return {stored[name]: slot for name, slot in wanted.items()}
