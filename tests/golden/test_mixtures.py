@@ -199,7 +199,7 @@ def test_logits_are_close(pair: tuple[Any, Any]) -> None:
         expected = model(torch.tensor([prompt])).logits[0, -1]
         logits = runner.forward(_prefill(prompt)).logits
     assert logits is not None
-    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(logits[0]), expected, rtol=1e-4, atol=1e-4)
     runner.forward(_leave())
 
 
