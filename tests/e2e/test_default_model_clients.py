@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, OpenAI
 
+from tests.devices import WITHOUT_NATIVE
 from tests.e2e.serve_process import ServeProcess
 
 MODEL = "smollm2-135m-instruct"
@@ -162,3 +164,27 @@ def test_tools_of_messages(anthropic_client: Any) -> None:
         max_tokens=20,
     )
     assert told.content[0].type == "text"
+
+
+@pytest.mark.skipif(bool(WITHOUT_NATIVE), reason=WITHOUT_NATIVE)
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc/self/maps")
+def test_nothing_imports_torch(default_server: ServeProcess, openai_client: OpenAI) -> None:
+    """No process of the server, whatever it was asked: its start and its memory are without it."""
+    draws: list[dict[str, Any]] = [
+        {"temperature": 1.2, "top_p": 0.9, "seed": 1, "frequency_penalty": 0.5, "n": 2},
+        {"temperature": 0.8, "logprobs": True, "top_logprobs": 3, "logit_bias": {"17": -5}},
+        {"extra_body": {"min_p": 0.05, "typical_p": 0.9, "top_k": 30, "dry_multiplier": 0.5}},
+        {"response_format": {"type": "json_object"}},
+    ]
+    for more in draws:
+        chat = openai_client.chat.completions.create(
+            model=MODEL, messages=ASK, max_tokens=8, **more
+        )
+        assert all(choice.message.content for choice in chat.choices)
+    told = openai_client.completions.create(
+        model=MODEL, prompt=QUESTION, max_tokens=2, extra_body={"prompt_logprobs": 2}
+    )
+    assert (told.choices[0].model_extra or {})["prompt_logprobs"]
+    assert openai_client.embeddings.create(model=MODEL, input=QUESTION).data[0].embedding
+    for name, pid in default_server.children.items():
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(), name

@@ -47,7 +47,7 @@ def llm() -> Iterator[LLM]:
     made = LLM(
         cpu_kernels="native",
         overlap="off",
-        kv_blocks=70,
+        kv_blocks=56,
         block_size=4,
         max_num_seqs=16,
         max_model_len=120,
