@@ -77,6 +77,10 @@ NO_TORCH |= {
     "backends/fake",
     "backends/choose",
 }
+# What serves a packed model on a processor.
+NO_TORCH |= {"sampling", "native", "quant/ggml", "models/order", "models/outline", "models/rope"}
+NO_TORCH |= {f"backends/cpu/{name}" for name in ("batch", "computes", "kv_memory", "native")}
+NO_TORCH |= {f"runner/{name}" for name in ("fit", "pack", "rows", "runner", "work", "worker")}
 
 
 def files() -> list[Path]:
