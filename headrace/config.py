@@ -62,6 +62,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     kv_blocks: Natural = 0
     kv_memory: str = ""
     prefill_attention: PrefillAttention = "auto"
+    cuda_graphs: bool = True
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     prefix_caching: bool = True
     kv_events_endpoint: str = ""
@@ -152,6 +153,8 @@ HELP: Mapping[str, str] = {
     "prefill_attention": "cuda backend: attention of prompts in steps too large for a graph by "
     "triton, cudnn (long first chunks; else triton) or flashinfer (a package that is not brought "
     "along); auto = cudnn where it can, else triton",
+    "cuda_graphs": "cuda backend: steps of usual sizes are replayed as graphs; off: kernel by "
+    "kernel, to see what graphs are worth",
     "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "
     "--kv-memory size the KV cache instead",
     "prefix_caching": "reuse the KV of equal prompt prefixes",

@@ -58,7 +58,7 @@ def inspect(files: ModelFiles, memory_bytes: int = 0, context: int = 0) -> Inspe
     Raises ModelError for a model that cannot be read or run.
     """
     spec = read_spec(files)
-    counts, stored = parameters(spec), _stored_bytes(files)
+    counts, stored = parameters(spec), stored_bytes(files)
     groups = kv_groups(spec, _KV_ELEMENT_BYTES)
     per_token = sum(group.bytes_per_token for group in groups)
     context = context or spec.max_positions
@@ -94,7 +94,7 @@ def _fit(kind: str, weight_bytes: int, memory_bytes: int, per_token: int, contex
     return Fit(kind, weight_bytes, left, tokens, tokens // context)
 
 
-def _stored_bytes(files: ModelFiles) -> int:
+def stored_bytes(files: ModelFiles) -> int:
     if files.kind == "gguf":
         return files.path.stat().st_size
     return sum(path.stat().st_size for path in files.path.glob("*.safetensors"))

@@ -56,6 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "load_bar": set(),
     "inspection": BASE | {"models", "sources", "text"},
+    "accelerators": set(),
+    "planning": BASE | {"accelerators", "inspection", "models", "sources"},
     "llm": BASE
     | {"launch", "text", "engine", "sources", "params", "progress", "asked", "draws"}
     | {"load_bar"}
@@ -72,6 +74,8 @@ NO_TORCH |= {
     "hooks",
     "config",
     "inspection",
+    "planning",
+    "accelerators",
     "vectors",
     "stages",
     "backends/fake",

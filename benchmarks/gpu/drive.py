@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.work import Limits, Work, limit_s
+from headrace.models.shape import Shape
 
 # (prompts, output tokens of each, temperature): returns when all of them have all their tokens.
 Generate = Callable[[list[list[int]], int, float], None]

@@ -30,8 +30,9 @@ from benchmarks.gpu.drive import (
     process_age_s,
     run_works,
 )
-from benchmarks.gpu.shapes import CONFIGS, Shape, shape_of, write_folder
+from benchmarks.gpu.shapes import CONFIGS, shape_of, write_folder
 from benchmarks.gpu.work import LISTS, MODEL_LEN, Limits
+from headrace.models.shape import Shape
 
 
 def start(folder: Path, settings: dict[str, Any], began: str, rows: Rows) -> Any:
@@ -152,7 +153,7 @@ class ExpertsHit:
     def __init__(self, llm: Any, shape: Shape) -> None:
         mixture = shape.mixture
         self._llm = llm
-        self._layers = 0 if mixture is None else shape.layers - mixture.dense_layers
+        self._layers = 0 if mixture is None else mixture.layers
         self._steps = self._hit = 0
 
     def facts(self) -> dict[str, float]:

@@ -1,21 +1,16 @@
-"""Model shapes as data: folders that servers load with random weights, and the bytes and FLOPs that
-a step of such a model cannot do without.
-
-    bytes of a step = weights that every step reads + KV of the tokens that it looks back on
-    FLOPs of a step = 2 * weights * tokens + 4 * heads * head_dim * layers * (tokens looked back on)
-
-The embedding is looked up, not read, so it counts only where it is the output layer too. A prompt
-token looks back on itself and all before it. Of a mixture a step reads at least the experts of one
-token: how many it hits depends on the tokens, and is reported beside. KV writes, activations and
-logits are left out: they are small, and a limit may be too low but not too high.
+"""Model shapes as data: folders that servers load with random weights. What a step of such a model
+cannot do without, `headrace.models.shape` says.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+
+from headrace.models.shape import Shape
+from headrace.models.shape import shape_of as shape_of_spec
+from headrace.models.spec import from_hf
 
 _COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -120,135 +115,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixture:
-    """Experts of a layer; `chosen` and the shared one are a token's; the first layers are dense."""
-
-    experts: int
-    chosen: int
-    ffn: int
-    shared_ffn: int = 0
-    dense_layers: int = 0
-
-    def weights(self, hidden: int) -> int:
-        """Of a layer, those that one token goes through; a step cannot read less."""
-        return hidden * (self.experts + 3 * (self.chosen * self.ffn + self.shared_ffn))
-
-
-@dataclasses.dataclass(frozen=True)
-class Latent:
-    """Latent attention without a latent of q; see `headrace.models.spec.Latent`."""
-
-    rank: int
-    plain: int
-    rope: int
-    value: int
-
-    def weights(self, hidden: int, heads: int) -> int:
-        """Of a layer."""
-        down = hidden * (heads * (self.plain + self.rope) + self.rank + self.rope)
-        return down + heads * ((self.plain + self.value) * self.rank + self.value * hidden)
-
-    @property
-    def pair(self) -> int:
-        """Multiplications of one head for a token and one that it looks back on."""
-        return self.plain + self.rope + self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The sizes of one model; `item_bytes`: of a weight and of a KV element."""
-
-    name: str
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    item_bytes: int = 2
-    mixture: Mixture | None = None
-    latent: Latent | None = None
-
-    @property
-    def layer_weights(self) -> int:
-        """Matrix elements of all layers that one token goes through."""
-        if self.latent is not None:
-            attention = self.latent.weights(self.hidden, self.heads)
-        else:
-            attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        dense = self.layers if self.mixture is None else self.mixture.dense_layers
-        found = self.layers * attention + dense * 3 * self.hidden * self.ffn
-        if self.mixture is not None:
-            found += (self.layers - dense) * self.mixture.weights(self.hidden)
-        return found
-
-    @property
-    def head_weights(self) -> int:
-        """Elements of the output layer."""
-        return self.vocab * self.hidden
-
-    @property
-    def weight_bytes(self) -> int:
-        """What every step reads."""
-        return (self.layer_weights + self.head_weights) * self.item_bytes
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """K and V of one token in all layers."""
-        lines = 1 if self.latent is not None else 2
-        return lines * self.layers * self.kv_heads * self.head_dim * self.item_bytes
-
-    def step_bytes(self, context_tokens: int, experts_hit: float = 0.0) -> float:
-        """Of a step whose rows together look back on `context_tokens` tokens of the KV cache.
-
-        `experts_hit`: routed experts that a layer read, on average; 0 = those of one token.
-        """
-        found = self.weight_bytes + context_tokens * self.kv_token_bytes
-        if self.mixture is None or not experts_hit:
-            return found
-        more = (experts_hit - self.mixture.chosen) * 3 * self.mixture.ffn * self.hidden
-        return found + more * (self.layers - self.mixture.dense_layers) * self.item_bytes
-
-    def step_flops(self, tokens: int, rows: int, pairs: int) -> int:
-        """Of a step of `tokens` tokens that draws for `rows` rows; `pairs`: (token, token it
-        looks back on)."""
-        linear = 2 * (tokens * self.layer_weights + rows * self.head_weights)
-        width = 2 * self.head_dim if self.latent is None else self.latent.pair
-        return linear + 2 * pairs * self.heads * width * self.layers
-
-
 def shape_of(name: str) -> Shape:
     """Raises KeyError for an unknown name."""
-    config, mixture, latent = CONFIGS[name], None, None
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    kv_heads = config["num_key_value_heads"]
-    if "kv_lora_rank" in config:
-        keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = Latent(*(config[key] for key in keys))
-        kv_heads, head_dim = 1, latent.rank + latent.rope  # of what the cache keeps
-    if "moe_intermediate_size" in config:
-        ffn = config["moe_intermediate_size"]
-        mixture = Mixture(
-            config.get("num_experts") or config["n_routed_experts"],
-            config["num_experts_per_tok"],
-            ffn,
-            shared_ffn=ffn * config.get("n_shared_experts", 0),
-            dense_layers=config.get("first_k_dense_replace", 0),
-        )
-    return Shape(
-        name=name,
-        hidden=config["hidden_size"],
-        ffn=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=config["vocab_size"],
-        mixture=mixture,
-        latent=latent,
-    )
+    return shape_of_spec(from_hf(CONFIGS[name]), name)
 
 
 def write_folder(name: str, root: Path, *, tokenizer: bool = False) -> Path:

@@ -5,14 +5,14 @@ Every engine runs the same list. A figure's `fraction` is the limit over the mea
     limit = sum over steps of max(bytes / read rate, FLOPs / matrix rate)
 
 over the steps of an ideal engine: all prompts of a work in one step, then one step a token with all
-rows in it (bytes and FLOPs: see `shapes`; rates: measured on the card by `limits`).
+rows in it (bytes and FLOPs: see `headrace.models.shape`; rates: measured on the card by `limits`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from benchmarks.gpu.shapes import Shape
+from headrace.models.shape import Shape
 
 MODEL_LEN = 8192  # tokens of the longest sequence, for every engine
 

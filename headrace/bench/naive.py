@@ -446,7 +446,7 @@ def build_naive(
 def refuse(settings: Settings) -> None:
     """Raise ConfigError for a setting that the naive engine would have to ignore."""
     keys = ["kv_blocks", "kv_memory", "block_size", "scheduling_policy", "load_format", "overlap"]
-    keys += ["quantization", "kv_dtype", "allow_pickle", "check_weights"]
+    keys += ["quantization", "kv_dtype", "allow_pickle", "check_weights", "cuda_graphs"]
     config.refuse(
         settings, "engine = naive", keys if settings.backend == "cpu" else [*keys, "backend"]
     )

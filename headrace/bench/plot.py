@@ -9,12 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.figure import COLOURS, drawn
 from headrace.bench.stats import Level, Summary
-from headrace.errors import ConfigError
-
-# One grey and mid-bright colours on a transparent ground: legible on white and on near-black.
-INK = "#7d8590"
-COLOURS = ("#e5534b", "#3b82f6", "#2da44e", "#bf6be0", "#d29922", "#0ea5b7", "#a0724a")
 
 
 def _mean(of: Summary | None, scale: float) -> float | None:
@@ -52,29 +48,8 @@ def plot(series: Mapping[str, Sequence[Level]], stem: Path, *, title: str, cores
     Raises ConfigError when matplotlib is not installed.
     """
     assert len(series) <= len(COLOURS), "a line without a colour of its own would be left out"
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'headrace[plot]'") from None
-    look = {
-        "svg.hashsalt": "headrace",  # the same numbers make the same file
-        "font.size": 9,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.grid": True,
-        "grid.color": INK,
-        "grid.alpha": 0.25,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with mpl.rc_context(look):
-        figure = Figure(figsize=(10, 7), layout="constrained")
+    with drawn(stem, 10, 7) as figure:
         axes = figure.subplots(2, 2)
-        figure.patch.set_alpha(0)
         _lines(axes[0][0], series, LATENCY, log=True)
         _lines(axes[0][1], series, GAP, log=True)
         _lines(axes[1][0], series, RATE, log=False)
@@ -82,9 +57,6 @@ def plot(series: Mapping[str, Sequence[Level]], stem: Path, *, title: str, cores
         figure.suptitle(title)
         handles, names = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
-        figure.savefig(stem.with_suffix(".png"), dpi=150, metadata={"Software": None})
 
 
 def _lines(axis: Any, series: Mapping[str, Sequence[Level]], panel: Panel, *, log: bool) -> None:

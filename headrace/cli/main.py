@@ -13,8 +13,10 @@ COMMANDS = {
     "serve": "start the HTTP server",
     "config": "print every setting, its value and why",
     "inspect": "tell what a model is and what fits in given memory",
+    "plan": "tell what fits on a device, how fast it can be and what it costs",
     "chat": "talk to a server, or start one",
     "bench": "measure an OpenAI-compatible server",
+    "ablate": "switch one technique on after another and measure each",
     "sim": "try routing policies on a modelled fleet",
     "gateway": "route requests to many servers",
 }

@@ -18,7 +18,7 @@ WEIGHT_BYTES: dict[str, tuple[float, float]] = {
     "int8": (34 / 32, 34 / 32),
     "int4": (20 / 32, 34 / 32),
 }
-_VOCABULARY = ("embed.", "head.")
+VOCABULARY = ("embed.", "head.")
 
 
 class KvGroup(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ def parameters(spec: ModelSpec) -> Parameters:
             continue
         size = math.prod(slot.shape)
         total += size
-        vocabulary += size if slot.parameter.startswith(_VOCABULARY) else 0
+        vocabulary += size if slot.parameter.startswith(VOCABULARY) else 0
     spared = 0
     if spec.experts is not None:
         layers = sum(kind.mlp == "experts" for kind in spec.every_layer())

@@ -64,10 +64,12 @@ def forward_on(
     choose: Choose | None = None,
     decoding: Callable[[int], tuned.Decoding] | None = None,
     prefill_attention: PrefillAttention = "auto",
+    graphed: bool = True,
 ) -> Forward:
     """The model with a KV cache of `blocks` and empty tables.
 
     `choose`, `decoding`: configurations of its kernels; None: as the card's table has them.
+    Not `graphed`: every step is launched call by call, padded as ever.
     """
     spec, device = model.spec, buffers.x.device
     store = CudaKvStore(
@@ -95,7 +97,8 @@ def forward_on(
     )
     sizes = (card.multiprocessors, plan.max_tokens, plan.max_rows, model.dtype, device)
     if spec.latent is not None:
-        return Forward(model, place, state, LatentPaths(spec, *sizes), plan.max_tokens)
+        paths = LatentPaths(spec, *sizes)
+        return Forward(model, place, state, paths, plan.max_tokens, graphed=graphed)
     heads = tuned.Heads(spec.heads, spec.kv_heads, spec.head_dim)
     attention = Attention(
         spec,
@@ -110,7 +113,7 @@ def forward_on(
         ),
         prefill_attention,
     )
-    return Forward(model, place, state, attention, plan.max_tokens)
+    return Forward(model, place, state, attention, plan.max_tokens, graphed=graphed)
 
 
 def build_runner(
@@ -134,7 +137,11 @@ def build_runner(
         max_model_len=wanted_len.value,
     )
     buffers = Buffers(model.spec, plan.max_tokens, plan.max_rows, model.dtype, device)
-    forward_of = functools.partial(forward_on, prefill_attention=settings.prefill_attention)
+    forward_of = functools.partial(
+        forward_on,
+        prefill_attention=settings.prefill_attention,
+        graphed=settings.cuda_graphs,
+    )
     with phase("compile kernels", report):
         trial = forward_of(model, plan, -(-plan.max_tokens // plan.block_size), card, buffers)
         trial.compile(cores())
@@ -167,7 +174,9 @@ def build_runner(
             "graphs",
             room.graphs,
             f"reserved from the largest for {forward.graphs.planned}; "
-            f"{forward.graphs.planned - forward.graphs.captured} are captured later",
+            f"{forward.graphs.planned - forward.graphs.captured} are captured later"
+            if settings.cuda_graphs
+            else "none, as set",
         ),
         ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
     ]

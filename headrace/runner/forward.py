@@ -76,6 +76,8 @@ class Forward:
         state: DeviceState,
         attention: Attention | LatentPaths,
         max_tokens: int,
+        *,
+        graphed: bool = True,
     ) -> None:
         self.model, self.place, self.state = model, place, state
         self.device = state.last.device
@@ -88,12 +90,12 @@ class Forward:
             "crowd": [n for n in up_to(MIXED_SIZES, max_tokens) if n > MIXED_SINGLES],
             "eager": [max_tokens],
         }
-        graphed = StepInput(self._sizes["mixed"][-1], draws, self.device)
+        in_graphs = StepInput(self._sizes["mixed"][-1], draws, self.device)
         self._draw_sizes = [0, *(n for n in ALONE_SIZES if n < draws), draws]
         self._inputs: dict[Way, StepInput] = {
             "alone": StepInput(self._sizes["alone"][-1], draws, self.device),
-            "mixed": graphed,
-            "crowd": graphed,
+            "mixed": in_graphs,
+            "crowd": in_graphs,
             "eager": StepInput(max_tokens, draws, self.device),
         }
         largest = self._sizes["mixed"][-1]
@@ -108,7 +110,7 @@ class Forward:
         self.pooler = Pooler(model, place.buffers, with_pdl=place.pdl)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
-        needed, later = self._graph_list()
+        needed, later = self._graph_list() if graphed else ([], [])
         self.needed_graphs = len(needed)  # of `graphs`: those that the start waits for
         self.graphs = Graphs(self._stream, needed + later, self._pad, self._graph_work)
         self.settle()

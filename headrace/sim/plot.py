@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.bench.plot import COLOURS, INK
+from headrace.bench.figure import COLOURS, drawn
 from headrace.errors import ConfigError
 from headrace.sim.sweep import Point
 
@@ -14,32 +14,11 @@ def plot(points: Sequence[Point], stem: Path, *, title: str) -> None:
     """Write `stem`.svg and `stem`.png. Raises ConfigError when matplotlib is not installed, or
     when there are more policies than colours.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'headrace[bench]'") from None
     policies = list(dict.fromkeys(point.outcome.policy for point in points))
     pressures = list(dict.fromkeys(point.pressure for point in points))
     if len(policies) > len(COLOURS):
         raise ConfigError(f"a plot shows at most {len(COLOURS)} policies", param="plot")
-    look = {
-        "svg.hashsalt": "headrace",  # the same numbers make the same file
-        "font.size": 9,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.grid": True,
-        "grid.color": INK,
-        "grid.alpha": 0.25,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with mpl.rc_context(look):
-        figure = Figure(figsize=(4 * len(pressures) + 1, 4), layout="constrained")
-        figure.patch.set_alpha(0)
+    with drawn(stem, 4 * len(pressures) + 1, 4) as figure:
         axes = figure.subplots(1, len(pressures), squeeze=False, sharey=True)[0]
         for axis, pressure in zip(axes, pressures, strict=True):
             for colour, policy in zip(COLOURS, policies, strict=False):
@@ -58,6 +37,3 @@ def plot(points: Sequence[Point], stem: Path, *, title: str) -> None:
         figure.suptitle(title)
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
-        figure.savefig(stem.with_suffix(".png"), dpi=150, metadata={"Software": None})

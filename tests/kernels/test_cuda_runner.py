@@ -66,7 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return files
 
 
-def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
+def interpreted(files: ModelFiles, *, folded: bool = False, graphed: bool = True) -> Any:
     """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library."""
     from headrace.backends.cuda import buffers as memory
     from headrace.backends.cuda.device import Card
@@ -90,6 +90,7 @@ def interpreted(files: ModelFiles, *, folded: bool = False) -> Any:
         card,
         buffers,
         choose=lambda kind, m, n, k: None if folded else default(m, n, k),
+        graphed=graphed,
     )
     vocab = facts.spec.vocab_size
     capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, vocab, draws_note=NOTE)
@@ -310,6 +311,32 @@ def share_a_prefix(runner: Runner, between: Callable[[], object]) -> list[int]:
         for ticket in flying:
             tokens += ticket.result().tokens
     return tokens
+
+
+def test_without_graphs_nothing_is_captured_and_steps_are_the_same(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.runner.graphs import Graphs
+
+    monkeypatch.setattr(Graphs, "_record", None)  # whoever captures fails
+    runner = interpreted(files, graphed=False)
+    monkeypatch.setattr(runner._forward.graphs, "_stream", "a stream")  # as on a device
+    runner._forward.graphs.capture(runner._forward.needed_graphs)
+    assert not runner.idle()
+    assert runner.counters()["graphs_planned"] == 0
+    steps = Steps(runner)
+    steps.join(0, [3, 1, 8])
+    steps.forward(0, FIRST)
+    said = steps.run()
+    steps.forward(0, None)
+    said += steps.run()
+    plain = Steps(on_the_cpu(files))
+    plain.join(0, [3, 1, 8])
+    plain.forward(0, FIRST)
+    wanted = plain.run()
+    plain.forward(0, None)
+    assert said == wanted + plain.run()
+    assert runner.counters()["graphs_captured"] == 0
 
 
 def test_captures_between_steps_change_nothing(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 
+import click
 import pytest
 
 from headrace.api.classify import Classify
@@ -15,8 +17,10 @@ from headrace.api.pooled import MAX_INPUTS, Pooled
 from headrace.api.schemas import ACCEPTED, MAX_N, MAX_STOP_IDS, MAX_STOPS, NOT_YET, Chat, Completion
 from headrace.api.score import Score
 from headrace.bench.stats import FORMULAS, SLOS
+from headrace.cli import ablate, plan
 from headrace.cli.bench import OPTIONS, workload_of
 from headrace.cli.bench import command as bench
+from headrace.config import Settings, flag_of
 from headrace.draws import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -106,3 +110,23 @@ def test_the_examples_of_bench_are_options_that_exist(tmp_path: Path) -> None:
         assert not context.args
         if not context.params["trace"]:
             workload_of(context.params)
+
+
+@pytest.mark.parametrize("command", [plan.command, ablate.command], ids=["plan", "ablate"])
+def test_the_pages_of_plan_and_ablate(command: click.Command) -> None:
+    """Every option is named, every named one exists, and the examples are options that exist."""
+    page = (Path(__file__).parents[2] / "docs" / f"{command.name}.md").read_text()
+    options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    named = set(re.findall(r"--[a-z][a-z-]+", page))
+    plain = {"--backend", "--json", "--api-key", "--seed", "--max-tokens"}
+    plain |= {"--measure-prompt", "--measure-output"}  # what they do is what they are called
+    for param in command.params:
+        assert {*param.opts, *param.secondary_opts} & (named | plain | {"model"}), param.name
+    settings = {flag_of(name) for name in Settings.__struct_fields__}
+    negated = {flag.replace("--", "--no-", 1) for flag in settings}
+    assert named <= options | settings | negated, named - options - settings - negated
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    for line in block.splitlines():
+        words = shlex.split(line.partition(" #")[0])
+        assert words[:2] == ["headrace", command.name]
+        assert command.make_context(str(command.name), words[2:])

@@ -1,0 +1,114 @@
+"""`headrace ablate`: one technique after another on this machine, and what each is worth."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from headrace.backends.choose import resolve_backend
+from headrace.bench.lengths import FORMS
+from headrace.bench.techniques import Load, Row, arguments, rows_of
+from headrace.bench.workload import Workload
+from headrace.cli.bench import FILE, LengthType
+from headrace.cli.child_server import ChildServer
+from headrace.config import Settings
+from headrace.errors import ConfigError
+
+
+@click.command("ablate")
+@click.argument("model", default="")
+@click.option("--backend", type=click.Choice(["auto", "fake", "cpu", "cuda"]), default="auto")
+@click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=48, show_default=True, help="a row")
+@click.option("--prompt-tokens", type=LengthType(), default="32", help=f"of each alone: {FORMS}")
+@click.option("--prefixes", type=click.IntRange(0), default=4, show_default=True, help="shared")
+@click.option("--prefix-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--max-tokens", type=LengthType(), default="uniform:8:64", show_default=True)
+@click.option("--max-model-len", type=click.IntRange(64), default=1024, show_default=True)
+@click.option(
+    "--whole",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="KV memory, in sequences of --max-model-len",
+)
+@click.option("--rounds", type=click.IntRange(1), default=1, help="a row; the best counts")
+@click.option("--only", multiple=True, metavar="ROW", help="only this row; may be repeated")
+@click.option("--serve", multiple=True, metavar="FLAG", help="of every server: --serve=--threads=2")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--out", type=FILE, help="JSON; .md beside it")
+@click.option("--plot/--no-plot", default=False, help=".svg and .png beside --out")
+def command(
+    model: str,
+    backend: str,
+    concurrency: int,
+    max_model_len: int,
+    whole: int,
+    rounds: int,
+    only: tuple[str, ...],
+    serve: tuple[str, ...],
+    out: Path | None,
+    plot: bool,
+    **load: Any,
+) -> None:
+    """Serve the same requests again and again, each time with one more technique switched on."""
+    if plot and not out:
+        raise ConfigError("--plot needs --out, beside which it writes", param="plot")
+    try:
+        from headrace.bench import ablate
+        from headrace.bench.report import conditions
+    except ImportError:
+        raise ConfigError("ablate needs aiohttp: pip install 'headrace[bench]'") from None
+    known = Settings(model=model, backend=backend)  # type: ignore[arg-type]
+    backend = resolve_backend(known).value
+    sizes = Load(sequences=concurrency, max_model_len=max_model_len, whole=whole)
+    rows, fixed = rows_of(backend, sizes)
+    rows = _chosen(rows, only)
+    console = Console(width=None if Console().is_terminal else 120)
+    work = Workload(nonce=secrets.token_hex(4), **load)
+
+    @contextlib.contextmanager
+    def start(row: Row) -> Iterator[str]:
+        flags = arguments(row.settings)
+        console.print(f"{row.name}: {' '.join(flags)}", highlight=False)
+        of_model = [model] if model else []
+        on = [] if "engine" in row.settings else ["--backend", backend]
+        with ChildServer([*of_model, *on, *flags, *serve], lambda line: None) as server:
+            yield server.url
+
+    def tell(row: ablate.Measured) -> None:
+        console.print(ablate.table([row]))
+
+    measured = ablate.measure_rows(rows, work, concurrency, start, rounds=rounds, on_row=tell)
+    console.print(ablate.table(measured))
+    for one in fixed:
+        console.print(f"{one.name}: not measured; {one.why}")
+    if not out:
+        return
+    found = ablate.Ablation(
+        model=model or "SmolLM2-135M-Instruct",
+        backend=backend,
+        conditions=conditions(),
+        workload=work,
+        concurrency=concurrency,
+        rows=measured,
+        fixed=fixed,
+    )
+    ablate.save(found, out)
+    if plot:
+        ablate.plot(found, out.with_suffix(""))
+    console.print(f"written: {out}")
+
+
+def _chosen(rows: list[Row], only: tuple[str, ...]) -> list[Row]:
+    """Those that are named, or all. Raises ConfigError for a name that there is not."""
+    if wrong := set(only) - {row.name for row in rows}:
+        names = ", ".join(row.name for row in rows)
+        raise ConfigError(f"no row {min(wrong)!r} here; there are {names}", param="only")
+    return [row for row in rows if not only or row.name in only]

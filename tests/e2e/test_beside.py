@@ -1,0 +1,95 @@
+"""Commands that measure a running server beside what they know: `plan --url`, and `ablate`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from headrace.bench import ablate
+from headrace.bench.techniques import TECHNIQUES, Load, Row, rows_of
+from headrace.bench.workload import Workload
+from headrace.cli.main import cli
+from tests.e2e.serving import Server
+from tests.unit.test_inspect import LLAMA_8B, folder
+
+
+def test_a_plan_and_a_server(shared_server: Server, tmp_path: Path) -> None:
+    """The server runs another model; here it is the arithmetic that counts."""
+    folder(tmp_path, LLAMA_8B)
+    args = ["plan", str(tmp_path), "--device", "h100", "--url", shared_server.url]
+    small = ["--measure-batch", "1,3", "--measure-prompt", "20", "--measure-output", "9"]
+    done = CliRunner().invoke(cli, [*args, *small, "--json"], catch_exceptions=False)
+    beside = json.loads(done.stdout)["beside"]
+    assert [(one["kind"], one["batch"]) for one in beside] == [
+        ("decode", 1), ("decode", 3), ("prefill", 1),
+    ]  # fmt: skip
+    for one in beside:
+        assert one["tokens"] > 20
+        assert one["measured_s"] > 0
+        assert one["share"] == pytest.approx(one["limit_s"] / one["measured_s"])
+    shown = CliRunner().invoke(cli, [*args, *small], catch_exceptions=False).stdout
+    assert "limit/measured" in shown
+
+
+def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
+    """One running server stands for all rows: what is served is not what is tested here."""
+    rows, fixed = rows_of("fake", Load(sequences=2, max_model_len=256, whole=1), TECHNIQUES)
+    begun: list[str] = []
+
+    @contextlib.contextmanager
+    def start(row: Row) -> Iterator[str]:
+        begun.append(row.name)
+        yield shared_server.url
+        begun.append(f"end of {row.name}")
+
+    load = Workload(requests=4, prompt_tokens=5, max_tokens=4, prefixes=1, prefix_tokens=32)
+    told: list[ablate.Measured] = []
+    done = ablate.measure_rows(rows[:2], load, 2, start, rounds=2, on_row=told.append)
+    names = [row.name for row in rows[:2]]
+    assert begun == [names[0], f"end of {names[0]}", names[1], f"end of {names[1]}"]
+    assert told == done
+    first, second = done
+    assert (first.times_before, first.times_first) == (1, 1)
+    rates = second.level.output_tokens_per_s, first.level.output_tokens_per_s
+    assert second.times_before == second.times_first == pytest.approx(rates[0] / rates[1])
+    assert all(row.level.output_tokens == 16 and not row.level.errors for row in done)
+    found = ablate.Ablation(
+        model="m", backend="fake", conditions={"processor": "p", "date": "d"}, workload=load,
+        concurrency=2, rows=done, fixed=fixed,
+    )  # fmt: skip
+    ablate.save(found, tmp_path / "out" / "found.json")
+    ablate.plot(found, tmp_path / "out" / "found")
+    saved = json.loads((tmp_path / "out" / "found.json").read_text())
+    assert [row["name"] for row in saved["rows"]] == names
+    text = (tmp_path / "out" / "found.md").read_text()
+    assert f"| {names[1]} |" in text
+    assert "**static batches**: not measured; transformers has no fake model" in text
+    picture = (tmp_path / "out" / "found.svg").read_text()
+    assert picture.startswith("<?xml")
+    assert (tmp_path / "out" / "found.png").stat().st_size > 1000
+
+
+def test_one_row_with_a_server_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    args = ["--backend", "fake", "--only", "paged KV cache", "--requests", "4", "--concurrency"]
+    args += [
+        "2",
+        "--max-tokens",
+        "4",
+        "--prefix-tokens",
+        "32",
+        "--out",
+        str(out),
+        "--serve=--fake-step-ms=1",
+    ]
+    done = CliRunner().invoke(cli, ["ablate", *args], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["settings"]["prefix_caching"] is False
+    assert (row["settings"]["block_size"], row["settings"]["kv_blocks"]) == (16, 8 * 64)
+    assert row["level"]["output_tokens"] == 16
