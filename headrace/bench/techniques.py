@@ -149,7 +149,9 @@ def rows_of(
         for one in on:
             settings |= one.on.get(backend, {})
         for one in off:
-            settings |= one.off[backend] | (load.unpaged() if one.unpaged else {})
+            settings.update(one.off[backend])
+            if one.unpaged:
+                settings |= load.unpaged()
         name = first or mine[count - 1].name
         what = "all that follows is off" if first else mine[count - 1].what
         rows.append(Row(name, what, settings))

@@ -92,4 +92,4 @@ def run(*args: str) -> None:
 def test_graphs_are_for_a_card() -> None:
     for backend in ("fake", "cpu"):
         with pytest.raises(ConfigError, match="cuda_graphs"):
-            settled(Settings(backend=backend, cuda_graphs=False))  # type: ignore[arg-type]
+            settled(Settings(backend=backend, cuda_graphs=False))
