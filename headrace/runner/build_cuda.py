@@ -166,7 +166,16 @@ def build_runner(
     with phase("measure the time of steps", report):
         cost = measure_cost(forward, plan.max_tokens)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
-    lines = [
+    lines = _lines(forward, buffers, plan, room, free_bytes)
+    capacity = _capacity(model, plan, blocks.value, cost, kernels)
+    return CudaRunner(forward, capacity), blocks, length, lines
+
+
+def _lines(
+    forward: Forward, buffers: Buffers, plan: Plan, room: Room, free_bytes: int
+) -> list[ledger.Line]:
+    """Of the memory ledger: what the device holds beside weights and KV cache."""
+    return [
         ledger.Line("step buffers", buffers.size_bytes, f"for {plan.max_tokens} tokens"),
         ledger.Line("sampler", forward.sampler.size_bytes, f"{WIDE_ROWS} edited rows at a time"),
         ledger.Line("vectors", forward.pooler.size_bytes, "of embeddings and scores"),
@@ -175,13 +184,11 @@ def build_runner(
             room.graphs,
             f"reserved from the largest for {forward.graphs.planned}; "
             f"{forward.graphs.planned - forward.graphs.captured} are captured later"
-            if settings.cuda_graphs
+            if forward.graphs.planned
             else "none, as set",
         ),
         ledger.Line("left free", free_bytes, f"of {ledger.show_bytes(room.total)}"),
     ]
-    capacity = _capacity(model, plan, blocks.value, cost, kernels)
-    return CudaRunner(forward, capacity), blocks, length, lines
 
 
 def kernels_info(attention: Resolved[str], card: Card) -> KernelsInfo:
