@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "hooks": {"errors"},
-    "gateway": BASE | {"observe", "children"},
+    "gateway": BASE | {"observe", "children", "sources", "text"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}

@@ -13,11 +13,12 @@ from headrace.api.body import read_body
 from headrace.api.moderate import moderated, texts_of
 from headrace.api.pooled import Inputs, Pooled, input_ids, listed, vectors
 from headrace.api.prepare import INLINE_BYTES, timed
-from headrace.api.schemas import Message, Tokenize, parse
+from headrace.api.schemas import Tokenize, parse
 from headrace.api.service import Service, service_of
 from headrace.api.turns import chat_text
 from headrace.errors import InvalidRequest
 from headrace.sources.card import ModelCard
+from headrace.text.turns import Message
 from headrace.vectors import check_labels, check_lengths, floats, probabilities
 
 if TYPE_CHECKING:

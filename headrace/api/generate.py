@@ -101,7 +101,7 @@ async def answered(
     exchange = exchange_of(request)
     if service.draining:  # it may have begun while we tokenised
         raise ShuttingDown("the server is shutting down")
-    headers = ignored(unknown) | labelled(prepared.labels)
+    headers = ignored([*unknown, *prepared.ignored]) | labelled(prepared.labels)
     bill = service.meter.open(exchange, prepared.user, prepared.jobs, prepared.prompt_tokens)
     record = exchange.record
     if record is not None:

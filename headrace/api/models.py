@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from headrace.api.service import Service, encode_json, service_of
 
 async def list_models(request: Request) -> Response:
     """The one model served here."""
-    content = {"object": "list", "data": [_card(service_of(request))]}
+    content = {"object": "list", "data": [await _card(service_of(request))]}
     return Response(encode_json(content), media_type="application/json")
 
 
@@ -20,10 +21,10 @@ async def get_model(request: Request) -> Response:
     """One model. Raises NotFound for another name."""
     service = service_of(request)
     service.check_model(request.path_params["model"])
-    return Response(encode_json(_card(service)), media_type="application/json")
+    return Response(encode_json(await _card(service)), media_type="application/json")
 
 
-def _card(service: Service) -> dict[str, Any]:
+async def _card(service: Service) -> dict[str, Any]:
     info, settings = service.client.info, service.settings
     card = {
         "id": service.name,
@@ -31,6 +32,7 @@ def _card(service: Service) -> dict[str, Any]:
         "created": service.created_s,
         "owned_by": "headrace",
         "max_model_len": info.max_model_len if info else None,
+        "tokenizer": await asyncio.to_thread(lambda: service.prompt_identity),
     }
     if settings.kv_events_endpoint:  # for a gateway, which then listens by itself
         card["kv_events"] = {

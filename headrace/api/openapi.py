@@ -19,7 +19,7 @@ from headrace.api.response_items import Responses
 from headrace.api.schemas import Chat, Completion, Detokenize, Tokenize
 from headrace.api.score import Score
 from headrace.api.service import encode_json, service_of
-from headrace.api.turns import ROLES
+from headrace.text.turns import ROLES
 
 # Path of a POST -> its body, and whether `stream` makes its answer a stream of events
 BODIES: Mapping[str, tuple[type[msgspec.Struct], bool]] = {

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.api.given_ids import FIELD, end_of, given_ids
 from headrace.api.moderate import moderated, texts_of
 from headrace.api.prompt_spans import content_spans
 from headrace.api.record import PromptSpan, Record
@@ -75,6 +76,7 @@ class Prepared(msgspec.Struct, frozen=True):
     labels: dict[str, float] = {}  # from moderation, for the response's header
     documents: list[dict[str, Any]] = []  # that the answer may cite
     asked: list[Asked] = []  # one a prompt, where a hook scores answers
+    ignored: list[str] = []  # fields that were not made use of
 
     @property
     def drawn(self) -> int:
@@ -105,9 +107,15 @@ async def prepare_chat(
         service.dialect.check_tools()
         service.tokenizer.need_text("tools")
 
+    given = await given_ids(service, request, info.vocab_size, record)
     rendered_s: list[float] = []
 
     def render() -> tuple[str, list[int]]:
+        if given:
+            if record is not None:
+                record.rendered()
+                record.tokenized()
+            return end_of(service, given), given
         asked = conversation_of(service, request, tools.shown if tools is not None else [])
         text = rendered(service, request, asked)
         rendered_s.append(time.monotonic())
@@ -139,6 +147,7 @@ async def prepare_chat(
         labels=labels,
         documents=request.documents or [],
         asked=[Asked(_plain(request))] if service.hooks.score else [],
+        ignored=_untaken(request, given),
     )
 
 
@@ -161,6 +170,7 @@ async def prepare_completion(
     n = request.width
     tokenizer = service.tokenizer
     most = info.max_num_seqs // n + service.settings.max_queue  # more can never be taken at once
+    given = await given_ids(service, request, info.vocab_size, record)
 
     def encode() -> tuple[list[list[int]], list[str], list[list[Span]]]:
         prompts = split_prompt(request.prompt, info.vocab_size)
@@ -169,10 +179,16 @@ async def prepare_completion(
                 f"{len(prompts)} prompts with n = {n} are over {min(MAX_CHOICES // n, most)}",
                 param="prompt",
             )
-        ids = [
-            tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
+        ids = (
+            [given]
+            if given
+            else [
+                tokenizer.encode(prompt, add_special=add_special)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+        )
         if not all(ids):
             if tokenizer.bos_id is None:
                 raise InvalidRequest(
@@ -194,7 +210,12 @@ async def prepare_completion(
     if service.hooks.score:
         texts = await asyncio.to_thread(_prompt_texts, service, request, info)
         asked = [Asked(prompt=text) for text in texts]
-    return msgspec.structs.replace(prepared, labels=labels, asked=asked)
+    ignored = _untaken(request, given)
+    return msgspec.structs.replace(prepared, labels=labels, asked=asked, ignored=ignored)
+
+
+def _untaken(request: Generation, given: list[int]) -> list[str]:
+    return [FIELD] if request.prompt_ids is not None and not given else []
 
 
 def _plain(request: Chat) -> list[dict[str, Any]]:

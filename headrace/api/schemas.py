@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from headrace.api.tools import Tools
 from headrace.draws import Draws
 from headrace.errors import InvalidRequest
 from headrace.grammar.asked import Choices, Lark, Regex, ResponseFormat, StructuredOutputs
+from headrace.text.tool_list import Tools
+from headrace.text.turns import Message
 
 MAX_N = 128  # choices a prompt
 MAX_PROMPTS = 1024  # prompts in one completions request
@@ -48,6 +49,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None  # asks for padding: we never pad
 
 
+class PromptIds(msgspec.Struct, frozen=True):
+    """The prompt's tokens, made elsewhere from the same body: see `text.identity`."""
+
+    tokenizer: Annotated[str, Meta(max_length=128)]
+    ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(min_length=1)]
+
+
 class Generation(Draws, frozen=True, kw_only=True):
     """What chat and completions share, beside the fields of `Draws`. None means: not given."""
 
@@ -74,6 +82,7 @@ class Generation(Draws, frozen=True, kw_only=True):
     guided_grammar: Lark | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    prompt_ids: PromptIds | None = None  # as a gateway sends them
     use_beam_search: bool | None = None
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
@@ -94,19 +103,6 @@ class Generation(Draws, frozen=True, kw_only=True):
     def limit_tokens(self) -> int | None:
         """Most tokens of one choice; None = not given."""
         return self.max_tokens
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One turn. Content parts are checked and joined in `prepare`."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, by its newer name
-    function_call: Any = None  # of old: refused
 
 
 class Chat(Generation, frozen=True, kw_only=True):
@@ -171,6 +167,10 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
     documents: Documents | None = None
     chat_template: Template | None = None
     tools: Tools | None = None
+
+    @property
+    def reasoning_effort(self) -> None:
+        """Not asked for here."""
 
 
 class Detokenize(msgspec.Struct, frozen=True, kw_only=True):

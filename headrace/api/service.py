@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from headrace.observe.metrics import ApiMetrics
 from headrace.observe.tracing import Tracer
 from headrace.prices import parse_prices
 from headrace.sources.card import ModelCard
+from headrace.text.identity import prompt_identity
 from headrace.text.stranger import Strangers
 from headrace.text.template import ChatTemplate
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import NoTokenizer, Tokenizer
 
 
 class Service:
@@ -111,6 +113,14 @@ class Service:
             return whole(record, self.tokenizer, self.client.info)
 
         self.records = RecordRelay(self.recorder, show, worker, self.folder)
+
+    @cached_property
+    def prompt_identity(self) -> str:
+        """What makes tokens of prompts here; "" = nothing does. Made when it is first wanted: that
+        may take some tenths of a second."""
+        if isinstance(self.tokenizer, NoTokenizer):
+            return ""
+        return prompt_identity(self.tokenizer, self.card, self.dialect.native)
 
     def draw_seed(self) -> int:
         """A seed for a request that brings none; repeatable per process when settings.seed is."""

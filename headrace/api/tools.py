@@ -10,28 +10,7 @@ from msgspec import Meta
 
 from headrace.errors import InvalidRequest
 from headrace.grammar.calls import MOST_CALLS, Offer
-
-MAX_TOOLS = 128  # OpenAI's limit
-Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.\-]{1,64}\Z")]
-
-
-class Function(msgspec.Struct, frozen=True):
-    """A function as OpenAI describes it. No parameters: it takes none."""
-
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, frozen=True):
-    """One entry of `tools`."""
-
-    function: Function
-    type: str = "function"
-
-
-Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+from headrace.text.tool_list import Tool, shown_tool
 
 
 class Toolbox(msgspec.Struct, frozen=True):
@@ -76,7 +55,7 @@ def toolbox(
         return None
     single = one or parallel is False
     return Toolbox(
-        shown=[_shown(tool) for tool in tools],
+        shown=[shown_tool(tool) for tool in tools],
         offers=[offer for offer in offers if allowed is None or offer.name in allowed],
         must=mode == "required",
         most=1 if single else MOST_CALLS,
@@ -96,15 +75,6 @@ def _offer(tool: Tool, at: int) -> Offer:
         raise InvalidRequest(f"{param}.type is not 'object'", param=param)
     parameters = nothing if schema is None else {"type": "object", **schema}
     return Offer(function.name, parameters, bool(function.strict), param)
-
-
-def _shown(tool: Tool) -> dict[str, Any]:
-    function = tool.function
-    shown: dict[str, Any] = {"name": function.name}
-    if function.description is not None:
-        shown["description"] = function.description
-    shown["parameters"] = function.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": shown}
 
 
 class _Function(msgspec.Struct, forbid_unknown_fields=True):

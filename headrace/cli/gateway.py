@@ -9,7 +9,7 @@ import time
 import typing
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +35,7 @@ from headrace.gateway.settings import (
 )
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.tenants import Doorkeeper
+from headrace.gateway.tokenising import ModelTokens, load_models
 from headrace.observe.logs import configure_logging
 
 POLL_S = 0.2
@@ -48,6 +49,8 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         text = f"{HELP[name]}  [default {field.default!r}]"
         if isinstance(field.default, bool):
             option = click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text)
+        elif isinstance(field.default, tuple):
+            option = click.option(flag, name, multiple=True, metavar="TEXT", help=text)
         elif typing.get_origin(hint) is Literal:
             option = click.option(flag, name, type=click.Choice(typing.get_args(hint)), help=text)
         else:
@@ -73,7 +76,7 @@ def command(
     """Route requests to workers: headrace, vLLM, SGLang or any OpenAI-compatible server."""
     if ctx.invoked_subcommand is not None:
         return
-    flags = {key: value for key, value in given.items() if value is not None}
+    flags = {key: value for key, value in given.items() if value not in (None, ())}
     specs = tuple(WorkerSpec(url=url) for url in urls)
     file = read_fleet(config_file) if config_file else None
     workers = (*specs, *(file.workers if file else ()))
@@ -83,6 +86,7 @@ def command(
     settings = merge(file.gateway if file else {}, flags)
     doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
     configure_logging(settings.log_level)
+    tokens = _tokens(settings)  # several processes load their own: here it is seen that they can
     said = partial(_say, settings.host, len(workers))
     if settings.processes > 1:
         if doorkeeper.limited and not settings.redis_url:
@@ -107,12 +111,17 @@ def command(
                 doorkeeper,
                 sock,
                 lambda made: said(made.port),
+                models=tokens,
             )
         )
 
 
 def _registry(specs: tuple[WorkerSpec, ...], config_file: Path | None) -> Registry:
     return StaticRegistry(specs) if config_file is None else FileRegistry(config_file, specs)
+
+
+def _tokens(settings: GatewaySettings) -> Mapping[str, ModelTokens]:
+    return load_models(settings.tokenizer, settings.tokenizer_cache_bytes, click.echo)
 
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
@@ -138,7 +147,16 @@ def _serve_one(
     registry = _registry(specs, config_file)
     with listen(settings.host, port, shared=True) as sock:
         _run(
-            serve(settings, registry, doorkeeper, sock, lambda _: pipe.send(None), siblings, board)
+            serve(
+                settings,
+                registry,
+                doorkeeper,
+                sock,
+                lambda _: pipe.send(None),
+                siblings,
+                board,
+                _tokens(settings),
+            )
         )
     board.close()
 

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.siblings import Answering, Gathering, Kept, Siblings
 from headrace.gateway.sse import Usage
 from headrace.gateway.tenants import Doorkeeper
+from headrace.gateway.tokenising import ModelTokens, Tokenising
 from headrace.gateway.worker import Worker
 from headrace.observe.exposition import CONTENT_TYPE
 from headrace.observe.tracing import Tracer
@@ -62,8 +63,10 @@ class Gateway:
         doorkeeper: Doorkeeper,
         siblings: Siblings | None = None,
         board: Board | None = None,
+        models: Mapping[str, ModelTokens] | None = None,
     ) -> None:
-        """siblings and board: there are other processes behind the same port."""
+        """siblings and board: there are other processes behind the same port. models: those whose
+        prompts are tokenised here."""
         self.settings = settings
         self.registry = registry
         self.fleet = Fleet(settings, board)
@@ -82,6 +85,7 @@ class Gateway:
         if endpoint := settings.otlp_endpoint:
             ratio, numbers = settings.trace_ratio, self.metrics.registry
             self.tracer = Tracer("headrace-gateway", endpoint, ratio, numbers)
+        self.tokenising = Tokenising(models or {}, settings.tokenizer_threads, self._tokenised)
         self.decisions = Decisions(settings.decisions)
         self._pumping = False
         self.draining = False
@@ -136,6 +140,7 @@ class Gateway:
                 await asyncio.to_thread(self.tracer.close)
             self.fleet.apply(())
             self.fleet.beliefs.close()
+            self.tokenising.close()
             await asyncio.sleep(0)  # transports close in the next turn
 
     def stop(self) -> None:
@@ -326,6 +331,9 @@ class Gateway:
 
     # ------------------------------------------------------------ told by exchanges
 
+    def _tokenised(self, outcome: str) -> None:
+        self.metrics.tokenised.add(outcome)
+
     def decided(self, request_id: str, since_s: float, prompt: Prompt, placed: Placement) -> None:
         """A worker was chosen."""
         after_s = time.monotonic() - since_s
@@ -381,9 +389,10 @@ async def serve(
     ready: Callable[[Gateway], None],
     siblings: Siblings | None = None,
     board: Board | None = None,
+    models: Mapping[str, ModelTokens] | None = None,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT. Call in the main thread. See `Gateway`."""
-    gateway = Gateway(settings, registry, doorkeeper, siblings, board)
+    gateway = Gateway(settings, registry, doorkeeper, siblings, board, models)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.stop)

@@ -78,21 +78,27 @@ class BlockIndex(Holders):
         worker.block_size = event.block_size
         parent = event.parent
         root = root_of("", event.adapter, event.salt) if parent is None else None
+        before = root if parent is None else worker.chains.get(parent)
         for i, block in enumerate(event.hashes):
-            extra = event.extra[i] if event.extra else None
-            key = (event.tokens[i * size : (i + 1) * size], repr(extra) if extra else "")
-            if block not in worker.chains and block not in worker.orphans:
-                before = root if parent is None else worker.chains.get(parent)
+            if block in worker.chains:
+                before = worker.chains[block]
+            elif block in worker.orphans:
+                before = None
+            else:
+                extra = event.extra[i] if event.extra else None
+                key = (event.tokens[i * size : (i + 1) * size], repr(extra) if extra else "")
                 cost = BLOCK_BYTES + (size if before is None else 0)
                 if self.used_bytes + cost > self._max_bytes:
                     return False
-                self._spend(worker, cost)
+                worker.used_bytes += cost
+                self.used_bytes += cost
                 if before is None:
                     assert parent is not None, "a block without a parent stands at the root"
                     worker.orphans[block] = _Orphan(parent, key)
                     worker.waiting.setdefault(parent, []).append(block)
                 else:
-                    self._place(name, worker, block, _next(before, key))
+                    before = _next(before, key)
+                    self._place(name, worker, block, before)
             parent = block
         return True
 
@@ -131,15 +137,18 @@ class BlockIndex(Holders):
 
     def _place(self, name: str, worker: _Worker, block: Hash, chain: int) -> None:
         """The block, and the orphans that follow it."""
-        todo = [(block, chain)]
+        worker.chains[block] = chain
+        self._mark(chain, name)
+        if block not in worker.waiting:
+            return
+        todo = [(child, chain) for child in worker.waiting.pop(block)]
         while todo:
-            block, chain = todo.pop()
-            worker.chains[block] = chain
+            block, before = todo.pop()
+            orphan = worker.orphans.pop(block)
+            self._spend(worker, -len(orphan.key[0]))
+            chain = worker.chains[block] = _next(before, orphan.key)
             self._mark(chain, name)
-            for child in worker.waiting.pop(block, ()):
-                orphan = worker.orphans.pop(child)
-                self._spend(worker, -len(orphan.key[0]))
-                todo.append((child, _next(chain, orphan.key)))
+            todo += [(child, chain) for child in worker.waiting.pop(block, ())]
 
     def _spend(self, worker: _Worker, size_bytes: int) -> None:
         worker.used_bytes += size_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,7 @@ from headrace.gateway.queue import Waiting
 from headrace.gateway.spans import RequestSpans
 from headrace.gateway.sse import EventStream, Usage
 from headrace.gateway.tenants import Tenant
+from headrace.gateway.tokenising import body_for
 from headrace.gateway.upstream import Headers, Upstream
 from headrace.gateway.worker import Worker
 
@@ -91,7 +93,19 @@ class Exchange:
         except HeadraceError as error:
             self._refuse(error)
             return
-        # What it may use is taken from its tenant's limits, all of it before anything runs.
+        tokens = self._gateway.tokenising.start(request.path, self._prompt)
+        if tokens is None:
+            self._reserve()
+        else:
+            tokens.add_done_callback(self._tokenised)
+
+    def _tokenised(self, tokens: asyncio.Future[array[int] | None]) -> None:
+        if not self._over and not tokens.cancelled():
+            self._gateway.tokenising.take(self._prompt, tokens)
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """What it may use is taken from its tenant's limits, all of it before anything runs."""
         tokens = self._prompt.prompt_tokens + self._prompt.output_tokens
         account, ledger = self._tenant.account, self._gateway.ledger
         if ledger is not None and account.limited:
@@ -201,17 +215,18 @@ class Exchange:
         assert self.worker is not None, "placed"
         self._upstream = connection
         spec, request = self.worker.spec, self._request
+        body = body_for(self._prompt, self.worker)
         if self._spans is not None:
             request = self._spans.attempt(request, self.worker.name, self._prompt.model)
         head = request_head(
             request,
             self.worker.host,
             self.id.encode(),
-            len(self._prompt.body),
+            len(body),
             spec.api_key.encode(),
             keyed=self._gateway.doorkeeper.keyed,
         )
-        connection.ask(head + self._prompt.body, self)
+        connection.ask(head + body, self)
         if self._slow:
             connection.pause(True)
 

@@ -168,6 +168,11 @@ class GatewayMetrics:
         self.tokens = counter(
             "tokens", "prompt, output, cached (as workers say) and predicted cached", "kind"
         )
+        self.tokenised = counter(
+            "tokenised",
+            "prompts: ids were made here, the worker has to, or it was busy",
+            "outcome",
+        )
         self.misses = counter(
             "silent_misses", "a cached prefix was predicted, none was found", "state"
         )

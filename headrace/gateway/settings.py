@@ -50,6 +50,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     index_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
     kv_events: bool = True
     block_index_bytes: Annotated[int, Meta(ge=2**20)] = 256 * 2**20
+    tokenizer: tuple[str, ...] = ()
+    tokenizer_threads: Positive = 1
+    tokenizer_cache_bytes: Natural = 64 * 2**20
     check_interval_s: SomeSeconds = 1.0
     check_timeout_s: SomeSeconds = 1.5
     hung_after_s: SomeSeconds = 4.0
@@ -86,6 +89,10 @@ HELP: Mapping[str, str] = {
     "index_bytes": "most memory of the prefix index",
     "kv_events": "listen to workers that publish what their caches hold",
     "block_index_bytes": "most memory of what they say",
+    "tokenizer": "NAME=SOURCE: prompts for the model NAME are tokenised here, as the model at "
+    "SOURCE (a folder, a GGUF file, hf:owner/name) would; may be repeated",
+    "tokenizer_threads": "threads that do it",
+    "tokenizer_cache_bytes": "most memory of pieces of prompts whose tokens are remembered",
     "check_interval_s": "time between two checks of a worker",
     "check_timeout_s": "a check that takes longer has failed: no new requests until one succeeds",
     "hung_after_s": "a worker that answers no check and sends nothing for this long has its "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import msgspec
 import zmq
@@ -17,7 +18,7 @@ from headrace.gateway.event_feed import Feed
 
 log = logging.getLogger("headrace.gateway")
 
-BURST = 4  # batches in one turn of the loop
+TURN_S = 0.0005  # of the loop at a time; one batch at least
 HWM = 1000  # batches that ZMQ holds for us, each way
 _END = (2**64 - 1).to_bytes(8, "big")
 
@@ -58,7 +59,7 @@ class Subscription:
 
     def tick(self) -> None:
         """About once a second."""
-        self.feed.tick(self._loop.time())
+        self.feed.tick(time.monotonic())
         self._send()
         self._soon()
 
@@ -98,13 +99,13 @@ class Subscription:
         if not self._open:
             return
         feed = self.feed
-        more = False
-        for _ in range(BURST):
-            now_s = self._loop.time()
+        began_s = now_s = time.monotonic()
+        while now_s - began_s < TURN_S:
             more = feed.work(now_s) or self._answer(now_s) or self._news(now_s) or self._cut()
             self._send()
             if not more:
                 return
+            now_s = time.monotonic()
         self._soon()
 
     def _news(self, now_s: float) -> bool:
@@ -150,7 +151,7 @@ class Subscription:
             self._loop.remove_reader(self._ask.fileno())
             self._ask.close(linger=0)
         first = self.feed.wants
-        self.feed.asked(self._loop.time())
+        self.feed.asked(time.monotonic())
         self._ask = self._socket(zmq.DEALER)
         self._ask.connect(self.source.replay_endpoint)
         self._ask.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)

@@ -280,6 +280,12 @@ class ApiMetrics:
             ["model_name", "kind", "outcome"],
             registry=registry,
         )
+        self._given_prompts = Counter(
+            "headrace_given_prompts",
+            "prompts that came with their tokens: taken, or why not",
+            ["model_name", "outcome"],
+            registry=registry,
+        )
         self._make_histograms(Histograms(model_name, registry))
 
     def _make_histograms(self, histograms: Histograms) -> None:
@@ -317,6 +323,10 @@ class ApiMetrics:
     def count_request(self, endpoint: str, status: int) -> None:
         """One HTTP request ended (status 499: the client went away)."""
         self._requests.labels(self._model_name, endpoint, str(status)).inc()
+
+    def count_given_prompt(self, outcome: str) -> None:
+        """A prompt came with its tokens."""
+        self._given_prompts.labels(self._model_name, outcome).inc()
 
     def count_hook(self, kind: str, outcome: str) -> None:
         """A hook of that kind had its say."""

@@ -44,6 +44,11 @@ class Tokenizer:
         added: dict[int, tokenizers.AddedToken] = inner.get_added_tokens_decoder()
         self.bos_id = card.bos_id
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = [  # of added tokens that are found before anything else is done
+            token.content
+            for token in added.values()
+            if not (token.normalized or token.lstrip or token.single_word)
+        ]
         self.prefix_ids, self.suffix_ids = self._find_ends(card)
         self.strip: Strip = "nothing"
         self.table: list[bytes] | None = None  # [id] -> bytes in the middle of a text
@@ -61,6 +66,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id that stands for text; the model may have more rows."""
         return len(self._tokens)
+
+    @property
+    def definition(self) -> str:
+        """All of it as JSON, megabytes for a large vocabulary: equal texts, equal tokenizers."""
+        return str(self._inner.to_str())
 
     def need_text(self, param: str) -> None:
         """Raise InvalidRequest if this tokenizer has no text, which the field `param` needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,5 +41,10 @@ def thinking_server() -> Iterator[Server]:
 def default_server() -> Iterator[ServeProcess]:
     """The default model on this machine's processor, in float32: equal prompts, equal answers."""
     options = ("--backend", "cpu", "--dtype", "float32", "--max-model-len", "2048")
-    with ServeProcess(*options) as running:
-        yield running
+    with tempfile.TemporaryDirectory(prefix="hr") as folder:
+        places = (
+            *("--kv-events-endpoint", f"ipc://{folder}/events"),
+            *("--kv-events-replay-endpoint", f"ipc://{folder}/replay"),
+        )
+        with ServeProcess(*options, *places) as running:
+            yield running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from headrace.gateway.registry import Registry, StaticRegistry
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.tenants import Doorkeeper
+from headrace.gateway.tokenising import ModelTokens
 
 PATIENCE_S = 20.0  # for what should come at once
 
@@ -122,8 +123,14 @@ async def answer_well(asked: Asked, out: Out) -> None:
 class Mock:
     """`async with Mock(handler) as worker`: an HTTP server with one model."""
 
-    def __init__(self, handler: Handler = answer_well, model: str = "m") -> None:
-        self.handler, self.model = handler, model
+    def __init__(
+        self,
+        handler: Handler = answer_well,
+        model: str = "m",
+        card: dict[str, Any] | None = None,
+    ) -> None:
+        """card: what it says of its model beside the usual."""
+        self.handler, self.model, self.card = handler, model, card or {}
         self.asked: list[Asked] = []
         self.connections = 0
         self.health = 200
@@ -185,7 +192,8 @@ class Mock:
         if target == "/health":
             await out.json({}, self.health)
         elif target == "/v1/models":
-            await out.json({"data": [{"id": self.model, "object": "model", "owned_by": "mock"}]})
+            card = {"id": self.model, "object": "model", "owned_by": "mock", **self.card}
+            await out.json({"data": [card]})
         else:
             self.connections += 1
             asked = Asked(target, headers, body)
@@ -204,6 +212,7 @@ async def gateway(
     max_requests: int = 0,
     siblings: Siblings | None = None,
     board: Board | None = None,
+    models: Mapping[str, ModelTokens] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """A gateway before `workers`, all of them up. Ends clean: no request, no lease is left."""
@@ -218,6 +227,7 @@ async def gateway(
         doorkeeper or Doorkeeper((), {}),
         siblings,
         board,
+        models,
     )
     ready = asyncio.Event()
     sock = socket.create_server(("127.0.0.1", 0))

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from headrace.api.prepare import split_prompt
-from headrace.api.schemas import Message
-from headrace.api.turns import effort_variables, normalise
 from headrace.errors import InvalidRequest
+from headrace.text.turns import Message, effort_variables, normalise
 
 
 def turns(*messages: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from headrace.api.dialect import find_dialect
-from headrace.api.tools import MAX_TOOLS, Tool, Toolbox, Tools, toolbox
+from headrace.api.tools import Toolbox, toolbox
 from headrace.config import Settings
 from headrace.errors import InvalidRequest
 from headrace.sources.card import CHATML, ModelCard
@@ -17,6 +17,7 @@ from headrace.sources.files import ModelFiles
 from headrace.text import conversation
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import load_tokenizer
+from headrace.text.tool_list import MAX_TOOLS, Tool, Tools
 
 FAKE = load_tokenizer(ModelFiles("fake", "fake", Path()))
 

@@ -1,0 +1,117 @@
+"""Two replicas of the default model behind the gateway, with KV events: predictions come true."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.serve_process import ServeProcess
+from tests.e2e.serving import PATIENCE_S
+from tests.e2e.test_gateway import GatewayProcess
+
+MODEL = "smollm2-135m-instruct"
+SYSTEM = "You answer questions about mills. " * 5
+
+
+def replica(folder: Path, port: int = 0) -> ServeProcess:
+    """A server with few blocks: old prefixes are evicted."""
+    return ServeProcess(
+        *("--backend", "cpu", "--threads", "1", "--max-model-len", "256", "--kv-blocks", "18"),
+        *("--kv-events-endpoint", f"ipc://{folder / 'events'}"),
+        *("--kv-events-replay-endpoint", f"ipc://{folder / 'events'}.replay"),
+        port=port,
+    )
+
+
+class Fleet:
+    def __init__(self, gateway: GatewayProcess) -> None:
+        self.gateway = gateway
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none")
+
+    def ask(self, text: str) -> dict[str, Any]:
+        """One chat; what the gateway says of its decision."""
+        answer = self.client.chat.completions.with_raw_response.create(
+            model=MODEL,
+            max_tokens=4,
+            temperature=0,
+            messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
+        )
+        return self.decision(answer.headers["x-request-id"])
+
+    def decision(self, request_id: str) -> dict[str, Any]:
+        _, body = self.gateway.ask("GET", f"/gateway/decisions/{request_id}")
+        told: dict[str, Any] = json.loads(body)
+        return told
+
+    def settled(self) -> None:
+        """Until the gateway has heard of everything that the workers hold."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        before: Any = None
+        while True:
+            rows = self.gateway.workers()
+            states = [row["kv_events"]["state"] for row in rows.values() if row["kv_events"]]
+            now = [row["kv_events"] and row["kv_events"]["batches"] for row in rows.values()]
+            if states == ["exact"] * len(states) and now == before:
+                return
+            assert time.monotonic() < deadline_s, rows
+            before = now
+            time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hr") as made:
+        yield Path(made)
+
+
+def test_engine_confirmed_hits_are_those_that_were_predicted(
+    default_server: ServeProcess, folder: Path
+) -> None:
+    """One worker has served others before, one has little memory and is restarted."""
+    before = _taken(default_server)
+    with replica(folder) as small:
+        workers = ("--worker", default_server.url, "--worker", small.url)
+        options = ("--policy", "round_robin", "--tokenizer", f"{MODEL}=")
+        with GatewayProcess(*workers, *options) as gateway:
+            gateway.wait_up(2)
+            fleet = Fleet(gateway)
+            outcomes = []
+            for n in range(10):
+                fleet.settled()
+                outcomes.append(fleet.ask(f"{n % 4}: what turns the wheel? " * (1 + n % 4)))
+            compared = [told["cached_tokens"] for told in outcomes]
+            assert [c["predicted"] for c in compared] == [c["confirmed"] for c in compared]
+            assert not any(c["silent_miss"] for c in compared)
+            assert [c["index"] for c in compared[2:]] == ["exact"] * 8
+            assert sum(c["confirmed"] > 0 for c in compared) >= 6
+            for told in outcomes:
+                said = told["worker_said"]["prompt_tokens"]
+                assert told["prompt_tokens_estimated"] == said, "the tokens are the worker's"
+            assert _taken(default_server) - before + _taken(small) == 10, "no worker tokenised"
+            assert gateway.workers()[small.url]["kv_events"]["blocks"] > 0
+            assert small.stop() == 0
+            gateway.wait_up(1)
+            with replica(folder, port=int(small.url.rsplit(":", 1)[1])) as again:
+                gateway.wait_up(2)
+                fleet.settled()
+                row = gateway.workers()[again.url]["kv_events"]
+                assert row["blocks"] == 0, "what it had is forgotten"
+                for n in (1, 1, 1, 1):
+                    fleet.settled()
+                    told = fleet.ask(f"After the restart, {n}")["cached_tokens"]
+                    assert told["predicted"] == told["confirmed"]
+                assert told["confirmed"] > 0
+                fleet.client.close()
+
+
+def _taken(server: ServeProcess) -> float:
+    name = f'headrace_given_prompts_total{{model_name="{MODEL}",outcome="taken"}}'
+    lines = server.get("/metrics")[1].splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
