@@ -78,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     overlap: Literal["auto", "on", "off"] = "auto"
     api_workers: str = "auto"
     api_key: tuple[str, ...] = ()
+    admin_key: tuple[str, ...] = ()
     ui: bool = True
     api_timeout_s: Annotated[float, Meta(ge=3)] = 10.0  # several beats: one comes each second
     engine_timeout_s: SomeSeconds = 10.0
@@ -172,6 +173,7 @@ HELP: Mapping[str, str] = {
     "max_queue": "requests that may wait; one more gets 503 with Retry-After; 0 = no waiting",
     "overlap": "plan step N+1 while step N runs",
     "api_workers": "HTTP processes: a number, or auto",
+    "admin_key": "as api_key; it also sees the requests of every key on the live page",
     "api_key": "when set, requests need `Authorization: Bearer KEY` or `x-api-key: KEY`; /health "
     "and /ready do not; sha256:HEX stands for the key with that digest",
     "ui": "the live page at /ui, for this machine alone unless there is an --api-key",
@@ -328,7 +330,8 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
             f"{settings.max_num_seqs}: a step must hold one token of every running sequence",
             param="max_num_batched_tokens",
         )
-    _check_keys(settings.api_key)
+    _check_keys("api_key", settings.api_key)
+    _check_keys("admin_key", settings.admin_key)
     check_endpoint(settings.otlp_endpoint)
     if settings.check_weights and settings.load_format == "dummy":
         raise ConfigError("check_weights: random weights need no check", param="check_weights")
@@ -362,7 +365,7 @@ def check_endpoint(url: str) -> None:
         )
 
 
-def _check_keys(keys: Collection[str]) -> None:
+def _check_keys(setting: str, keys: Collection[str]) -> None:
     """What cannot be a key of HTTP is found at the start; the message does not quote it."""
     for key in keys:
         if key.startswith("sha256:"):
@@ -371,8 +374,9 @@ def _check_keys(keys: Collection[str]) -> None:
             fits = re.fullmatch(r"[\x21-\x7e]+", key) is not None
         if not fits:
             raise ConfigError(
-                "api_key: printable ASCII characters without blanks, or sha256: and 64 hex digits",
-                param="api_key",
+                f"{setting}: printable ASCII characters without blanks, or sha256: and 64 hex "
+                "digits",
+                param=setting,
             )
 
 

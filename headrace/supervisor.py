@@ -244,13 +244,14 @@ class Supervisor:
         self.ready = True
         host, port = self._address()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        key = " -H 'authorization: Bearer YOUR_KEY'" if self.settings.api_key else ""
+        keyed = bool(self.settings.api_key or self.settings.admin_key)
+        key = " -H 'authorization: Bearer YOUR_KEY'" if keyed else ""
         self.say(
             f"try: curl {url}/v1/chat/completions{key} -H 'content-type: application/json' "
             f'-d \'{{"model": "{self.files.name}", "max_tokens": 40, '
             f'"messages": [{{"role": "user", "content": "What is a headrace?"}}]}}\''
         )
-        if self.settings.ui and (self.settings.api_key or is_loopback(self.settings.host)):
+        if self.settings.ui and (keyed or is_loopback(self.settings.host)):
             self.say(f"look: {url}/ui")
         give_back()
         self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")

@@ -107,7 +107,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
         paths,
         service.metrics,
         exchanges,
-        Keys(settings.api_key),
+        Keys(settings.api_key, settings.admin_key),
         seats,
         settings.cors_origin,
         service.recorder,

@@ -97,6 +97,7 @@ class Edge:
         try:
             seated = self._let_in(scope, headers)
             exchange.key = self._keys.name(headers)
+            exchange.admin = page.is_data(scope["path"]) and self._keys.is_admin(headers)
             self._follow(exchange, headers, seated=seated)
         except HeadraceError as error:
             answer = response_of(error, scope)

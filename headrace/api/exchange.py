@@ -24,6 +24,7 @@ class Exchange:
     """From the first header to the last byte. Times are time.monotonic()."""
 
     __slots__ = (
+        "admin",
         "arrived_s",
         "detail",
         "error",
@@ -52,6 +53,7 @@ class Exchange:
         self.request_id = request_id
         self.path = path
         self.key = ""  # the name of the API key that let it in; see `api.keys`
+        self.admin = False  # it may see the requests of others
         self.record: Record | None = None  # of a request of the model
         self.trace: Trace | None = None  # where spans are exported
         self.trace_id = ""  # of that, or of the caller's

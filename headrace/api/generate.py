@@ -21,7 +21,7 @@ from headrace.api.events import Events
 from headrace.api.exchange import Exchange, exchange_of
 from headrace.api.hook_calls import heard
 from headrace.api.logprobs import Reporter
-from headrace.api.metering import NO_OUTPUT, parameters_of
+from headrace.api.metering import NO_OUTPUT
 from headrace.api.moderate import labelled
 from headrace.api.prepare import Prepared
 from headrace.api.record import Full
@@ -106,7 +106,7 @@ async def answered(
     record = exchange.record
     if record is not None:
         prompts = [job.prompt for job in prepared.jobs]
-        record.submitted(prompts, prepared.drawn, parameters_of(prepared.jobs[0]), bill)
+        record.submitted(prompts, prepared.drawn, bill)
     full = None if record is None else record.full
     with bill.covering(NO_OUTPUT):
         tokens = start(service, prepared, exchange.arrived_s, bill, full)

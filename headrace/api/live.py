@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.api.record_view import step_json
 from headrace.engine.client import EngineClient
-from headrace.errors import NotReady
+from headrace.errors import HeadraceError, NotReady
 from headrace.messages import EngineInfo, View
 
 PERIOD_S = 0.5
@@ -56,7 +56,7 @@ class Live:
         before: View | None = None
         use = EngineUse()
         while not stopped():
-            with suppress(NotReady):
+            with suppress(HeadraceError):  # it loads, or is gone and may come back
                 view = await self.view()
                 info = self._client.info
                 device = use.read(self._client.engine_pid)

@@ -233,6 +233,7 @@ class Bill:
         self.cached_tokens = self.preemptions = 0
         self.compute_s = self.recompute_s = 0.0
         self.preempted_s: list[float] = []  # time.monotonic()
+        self._parameters: dict[str, Any] | None = None
         self.queue_s = self.prefill_s = 0.0
         self._first_s = self._last_s = 0.0  # time.monotonic() of tokens
         self._drawn = 0  # tokens that came between these; a client that left may not have got all
@@ -308,6 +309,13 @@ class Bill:
             shown |= {"cost": cost, "currency": self._meter.prices.currency}
         return shown
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """See `parameters_of`; made once."""
+        if self._parameters is None:
+            self._parameters = parameters_of(self._jobs[0])
+        return self._parameters
+
     def charged(self) -> tuple[float, str] | None:
         """Cost and currency, once it has ended; None without a price sheet."""
         cost = None if self._answer is None else self._cost(self._answer)
@@ -371,7 +379,7 @@ class Bill:
             recompute_s=self.recompute_s,
             preemptions=self.preemptions,
             complete=self._complete,
-            parameters=parameters_of(self._jobs[0]),
+            parameters=self.parameters,
             cost=cost,
             currency=None if cost is None else self._meter.prices.currency,
             trace_id=caller.trace_id,

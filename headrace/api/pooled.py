@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from headrace.api.exchange import exchange_of
 from headrace.api.generate import ignored
-from headrace.api.metering import NO_OUTPUT, parameters_of
+from headrace.api.metering import NO_OUTPUT
 from headrace.api.moderate import labelled, moderated
 from headrace.api.prepare import split_prompt, timed
 from headrace.api.schemas import MAX_SALT, MAX_USER, Int64
@@ -134,7 +134,7 @@ async def vectors(
     record = exchange.record
     if record is not None:
         record.tokenized()
-        record.submitted(prompts, 1, parameters_of(like), bill)
+        record.submitted(prompts, 1, bill)
     full = None if record is None else record.full
     with bill.covering(NO_OUTPUT):
         for begin in range(0, len(prompts), rows):

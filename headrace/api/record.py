@@ -67,6 +67,8 @@ class Charges(Protocol):
     def compute_s(self) -> float: ...
     @property
     def preempted_s(self) -> list[float]: ...
+    @property
+    def parameters(self) -> dict[str, Any]: ...
     def charged(self) -> tuple[float, str] | None: ...
 
 
@@ -216,17 +218,11 @@ class Record:
         """The prompt is ids. From any thread."""
         self.tokenized_s = time.monotonic()
 
-    def submitted(
-        self,
-        prompts: Sequence[Sequence[int]],
-        choices: int,
-        params: dict[str, Any],
-        bill: Charges,
-    ) -> None:
+    def submitted(self, prompts: Sequence[Sequence[int]], choices: int, bill: Charges) -> None:
         """It goes to the engine."""
         self.submitted_s = time.monotonic()
         self.prompt_tokens = sum(map(len, prompts))
-        self.params, self._bill = params, bill
+        self._bill = bill
         if self.full is not None:
             self.full.prompt, self.full.choices = list(prompts[0]), choices
             self.full.size_bytes += 8 * len(prompts[0])
@@ -250,6 +246,7 @@ class Record:
         if (bill := self._bill) is not None:
             self.queue_s, self.prefill_s = bill.queue_s, bill.prefill_s
             self.device_s, self.preempted_s = bill.compute_s, bill.preempted_s
+            self.params = bill.parameters
 
     def done(self, status: int, error: str) -> None:
         """Its last byte was handed over."""

@@ -23,7 +23,8 @@ def command(config_file: Path | None, **given: Any) -> None:
     outcomes = explain(settings)
     table = Table("setting", "value", "why", box=None, pad_edge=False)
     for key in Settings.__struct_fields__:
-        value = "(set)" if key == "api_key" and settings.api_key else getattr(settings, key)
+        value = getattr(settings, key)
+        value = "(set)" if key in ("api_key", "admin_key") and value else value
         why = _origin(sources[key])
         if key in outcomes:
             value, why = f"{value} -> {outcomes[key].value}", f"{why}; {outcomes[key].reason}"

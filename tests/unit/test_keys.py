@@ -46,3 +46,15 @@ def test_strangers(headers: dict[bytes, bytes]) -> None:
 
 def test_the_other_header_may_hold_something_else() -> None:
     assert KEYS.admit({b"authorization": b"Bearer of-a-proxy", b"x-api-key": b"second"})
+
+
+def test_the_keys_of_admins_are_keys_too() -> None:
+    keys = Keys(["k"], ["root"])
+    assert keys.admit({b"x-api-key": b"root"})
+    assert keys.is_admin({b"x-api-key": b"root"})
+    assert keys.name({b"x-api-key": b"root"})
+    assert not keys.is_admin({b"x-api-key": b"k"})
+    assert not keys.is_admin({})
+    alone = Keys([], ["root"])
+    assert not alone.admit({})
+    assert Keys([]).is_admin({}), "without keys nobody is a stranger"

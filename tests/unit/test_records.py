@@ -17,6 +17,7 @@ from headrace.sources.card import read_card
 from headrace.sources.resolve import FAKE
 from headrace.text.conversation import Asked
 from headrace.text.template import ChatTemplate
+from tests.unit.test_page import client
 
 FULL = {HEADER: b"full"}
 
@@ -127,6 +128,29 @@ def test_a_full_record_says_when_it_was_cut() -> None:
 
 
 TEMPLATE = ChatTemplate(read_card(FAKE))
+
+
+async def test_who_sees_which_requests() -> None:
+    """Through the HTTP edge, without an engine: what it refuses is recorded as well."""
+    body = {"model": "fake", "prompt": "hi"}
+
+    def shown(key: str, name: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {key}", "x-request-id": name}
+
+    async with client(api_key=("a", "b"), admin_key=("root",)) as http:
+        for key in ("a", "b", "root"):
+            answer = await http.post("/v1/completions", json=body, headers=shown(key, f"by-{key}"))
+            assert answer.status_code == 503
+        for key, seen in (("a", ["by-a"]), ("b", ["by-b"]), ("root", ["by-root", "by-b", "by-a"])):
+            listed = await http.get("/ui/api/requests", headers=shown(key, "look"))
+            assert [record["id"] for record in listed.json()] == seen
+            assert {record["status"] for record in listed.json()} == {503}
+            one = await http.get("/ui/api/requests/by-a", headers=shown(key, "look"))
+            assert one.status_code == (200 if "by-a" in seen else 404)
+            assert "sha256" not in listed.text
+        assert (await http.get("/ui/api/requests")).status_code == 401
+
+
 WORDS = st.text(alphabet=st.sampled_from("ab \n<|>im_start user"), max_size=12)
 
 

@@ -71,9 +71,15 @@ def test_a_request_and_its_stages() -> None:
             compute_s=0.2,
             preempted_s=[at_s + 0.6],
             charged=lambda: None,
+            parameters={
+                "max_tokens": 7,
+                "temperature": 0.5,
+                "seed": 2**64 - 1,
+                "n": 2,
+                "repetition": {"presence": 0.25},
+            },
         )
-        params = {"max_tokens": 7, "temperature": 0.5, "seed": 2**64 - 1, "n": 2}
-        record.submitted([[1, 2, 3]], 2, params | {"repetition": {"presence": 0.25}}, bill)
+        record.submitted([[1, 2, 3]], 2, bill)
         record.submitted_s = at_s + 0.35
         record.follow(
             SimpleNamespace(first_token_s=at_s + 0.5, last_token_s=at_s + 0.9, cached_tokens=2),
