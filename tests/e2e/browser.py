@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.devices import BROWSER
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000  # of one thing that should come at once
 # No name but this machine's is looked up: what leaves the host fails, and the page's test sees it.
 ONLY_THIS_HOST = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
@@ -22,6 +22,7 @@ def browser() -> Iterator[Browser]:
     arguments = [ONLY_THIS_HOST, "--disable-gpu", "--disable-background-networking"]
     if os.geteuid() == 0:
         arguments.append("--no-sandbox")  # Chromium refuses to run as root with it
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=BROWSER, args=arguments)
         try:

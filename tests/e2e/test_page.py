@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(bool(WITHOUT_BROWSER), reason=WITHOUT_BROWSER)
 QUESTION = "Name a colour, and say why you like it."
 SAID = ".turn.assistant .said:not(.thought)"
 HOSTILE = "<script>pwned=1</script><img src=x onerror=pwned=1>\u202e</div>"
-ANSWER_MS = 60_000  # a long one, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +41,7 @@ def ask(page: Page, text: str, **fields: str) -> Locator:
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
     answer = page.locator(".turn.assistant").last
-    expect(answer.locator(".note, .problem").filter(has_text=re.compile("."))).to_be_visible(
-        timeout=ANSWER_MS
-    )
+    expect(answer.locator(".note, .problem").filter(has_text=re.compile("."))).to_be_visible()
     return answer
 
 
