@@ -21,6 +21,7 @@ from benchmarks.kernels.descent import Choices, Unfit
 from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
+from headrace.backends.cuda.latent import LatentPaths
 from headrace.backends.cuda.ops import CudaOps
 from headrace.kernels.launch import compiling
 from headrace.kernels.product import Config
@@ -69,8 +70,11 @@ class Scene:
             choose=self._choose,
             decoding=self._decoding,
         )
-        self._attention = Attention(
-            spec, card.multiprocessors, tokens, tokens, dtype, self._device, self._decoding
+        sizes = (card.multiprocessors, tokens, tokens, dtype, self._device)
+        self._attention = (
+            Attention(spec, *sizes, self._decoding)
+            if spec.latent is None
+            else LatentPaths(spec, *sizes)
         )
         self._input = StepInput(tokens, draws, self._device)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -173,15 +177,19 @@ class Scene:
         return _between_ms(marks)
 
     def compile(self, wanted: Sequence[Choices], workers: int) -> None:
-        """Compile what steps with these choices launch, side by side. One layer stands for all.
+        """Compile what steps with these choices launch, side by side. One layer of each kind stands
+        for all.
 
         What does not compile is found out by `capture`.
         """
+        kinds = {kind: i for i, kind in enumerate(self._model.spec.every_layer())}
         with torch.inference_mode(), self._forward.on_stream(), compiling(workers, trying=True):
             for choices in wanted:
                 self.choices = choices
                 ops = self._ops()
-                x = self._model.blocks[0](ops.embed(self._model.embed, None), ops)
+                x = ops.embed(self._model.embed, None)
+                for layer in kinds.values():
+                    x = self._model.blocks[layer](x, ops)
                 self._model.logits(x, ops)
 
 

@@ -45,7 +45,6 @@ from headrace.kernels.tuned import (
     choose_decoding,
     decode_entry,
     entry,
-    of_heads,
 )
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
@@ -60,7 +59,6 @@ MOST_CACHED_TOKENS = 64000  # of all rows of a long step
 CHECKED_LAYERS = 2  # rounding grows with every layer, mistakes show in the first
 MAX_ERROR = 5e-2  # of their logits in bfloat16, against the library's
 MAX_ROUTED_ERROR = 3e-1  # a token near a tie may go to another expert
-_EVERY = 1 << 20  # candidates: more than there are
 
 
 def contexts(tokens: int, name: str) -> list[int]:
@@ -72,8 +70,14 @@ def contexts(tokens: int, name: str) -> list[int]:
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """kind -> (N, K)."""
     inner = spec.heads * spec.head_dim
+    rows = inner + 2 * spec.kv_heads * spec.head_dim
+    if spec.latent is not None:
+        latent = spec.latent
+        assert not latent.q_rank, "queries through a latent of their own are not searched for"
+        inner = spec.heads * latent.value_dim
+        rows = spec.heads * (latent.plain_dim + latent.rope_dim) + latent.kv_rank + latent.rope_dim
     found = {
-        "qkv": (inner + 2 * spec.kv_heads * spec.head_dim, spec.hidden),
+        "qkv": (rows, spec.hidden),
         "out": (spec.hidden, inner),
         "head": (spec.vocab_size, spec.hidden),
     }
@@ -90,11 +94,11 @@ def heads_of(spec: ModelSpec) -> Heads:
 def standing(spec: ModelSpec, card: Card, bucket: int, name: str = "") -> dict[str, Any]:
     """What the package chooses now on this card, or would on the one of another name."""
     sizes, name = matrices(spec), name or card.name
+    normed = spec.head_dim if spec.qk_norm else 0
     choices: dict[str, Any] = {
-        kind: choose(kind, bucket, *size, device_name=name) for kind, size in sizes.items()
+        kind: choose(kind, bucket, *size, device_name=name, normed_head=normed)
+        for kind, size in sizes.items()
     }
-    if spec.qk_norm and choices["qkv"] is not None and choices["qkv"].block_n != spec.head_dim:
-        choices["qkv"] = of_heads(bucket, *sizes["qkv"], spec.head_dim)
 
     choices["decode"] = choose_decoding(
         bucket, heads_of(spec), torch.bfloat16, card.multiprocessors, name
@@ -149,11 +153,12 @@ class StepTuner:
     def run(self) -> None:
         """Settle every choice, then go on from there, then the switches of each matrix."""
         sizes, guide = self.sizes, self.guide
-        first: dict[str, list[Any]] = {}
-        for kind, size in sizes.items():
-            every = shortlist(guide[kind], self.bucket, *size, most=_EVERY)
-            first[kind] = [guide[kind], *self._used(kind, every)[: self.most]]
-        first["decode"] = decodings(self.card, self.model.spec)
+        first: dict[str, list[Any]] = {
+            kind: [guide[kind], *shortlist(guide[kind], self.bucket, *size, most=self.most)]
+            for kind, size in sizes.items()
+        }
+        if self.model.spec.latent is None:
+            first["decode"] = decodings(self.card, self.model.spec)
         self._pass(first)
         settled = self.descent.choices
         self._pass(
@@ -172,18 +177,10 @@ class StepTuner:
             }
         )
 
-    def _used(self, name: str, candidates: list[Any]) -> list[Any]:
-        """Those that the model would use: heads with norms want programs that take a head."""
-        spec = self.model.spec
-        if name != "qkv" or not spec.qk_norm:
-            return candidates
-        return [c for c in candidates if c is None or c.block_n == spec.head_dim]
-
     def _pass(self, wanted: dict[str, list[Any]]) -> None:
         if self.descent.late():
             print("the time is up before another pass", flush=True)
             return
-        wanted = {name: self._used(name, many) for name, many in wanted.items()}
         self.compile(wanted)
         for name in ORDER:
             if name in wanted:
@@ -240,7 +237,9 @@ class StepTuner:
             "entries": [
                 entry(kind, *size, self.bucket, chosen[kind]) for kind, size in sizes.items()
             ],
-            "decode": [decode_entry(heads_of(spec), self.bucket, chosen["decode"])],
+            "decode": []
+            if spec.latent is not None
+            else [decode_entry(heads_of(spec), self.bucket, chosen["decode"])],
         }
 
 

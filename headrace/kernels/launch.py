@@ -5,12 +5,13 @@ program needs is to call what it will call, with the same arguments, and launch 
 
 Triton calls a compiled kernel through a small module of C, which it builds with the machine's C
 compiler when the kernel is first launched: half a second each, one after another. `compiling`
-builds those too, side by side, into the same cache on disk.
+builds those too, into the same cache on disk. Both are work for children: see `forked`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -19,6 +20,8 @@ from typing import Any
 import triton
 from triton.runtime._async_compile import active_mode
 from triton.runtime.driver import driver
+
+from headrace.kernels.forked import run_forked
 
 _compiling = False  # one thread launches; see `compiling`
 
@@ -38,6 +41,12 @@ class _Counts:
             self.compiled += not cache_hit
         if self._before is not None:
             self._before(cache_hit=cache_hit, **facts)
+
+    def made_elsewhere(self, count: int) -> None:
+        """So many will be found on disk only because children of ours have just made them."""
+        with self._lock:
+            self.compiled += count
+            self.fetched -= count
 
 
 _counts = _Counts()
@@ -61,20 +70,47 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
         kernel[grid](*args, **options)
 
 
-class _WithLaunchers(Executor):
-    """Compilations on a pool, each followed by the module of C that will launch the kernel."""
+class _Collected(Executor):
+    """Compilations that are asked for, until `run` makes them.
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    Each is followed by the module of C that will launch the kernel. Children leave both in the
+    cache on disk; then this process takes them from there, or makes what is missing.
+    """
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._built = set[str]()  # signatures, which is all that such a module depends on
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """See `Executor`."""
-        return self._pool.submit(self._compiled, fn, *args, **kwargs)
+        future: Future[Any] = Future()
+        self._asked.append((functools.partial(fn, *args, **kwargs), future))
+        return future
 
-    def _compiled(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        kernel = fn(*args, **kwargs)
+    def run(self, workers: int) -> None:
+        """Side by side; the futures are done then."""
+        if min(workers, len(self._asked)) > 1:
+            jobs = [functools.partial(self._anew, fn) for fn, _ in self._asked]
+            _counts.made_elsewhere(run_forked(jobs, workers))
+        with ThreadPoolExecutor(workers, "compile") as pool:
+            for fn, future in self._asked:
+                pool.submit(self._settle, fn, future)
+
+    def _anew(self, fn: Callable[[], Any]) -> bool:
+        """In a child: whether the cache did not have it."""
+        before = _counts.compiled
+        self._compiled(fn)
+        return _counts.compiled > before
+
+    def _settle(self, fn: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(self._compiled(fn))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _compiled(self, fn: Callable[[], Any]) -> Any:
+        kernel = fn()
         signature = repr(kernel.src.signature)
         with self._lock:
             first = signature not in self._built
@@ -93,12 +129,13 @@ def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     """
     global _compiling
     try:
-        with (
-            ThreadPoolExecutor(workers, "compile") as pool,
-            triton.AsyncCompileMode(_WithLaunchers(pool), ignore_errors=trying),
-        ):
+        collected = _Collected()
+        with triton.AsyncCompileMode(collected, ignore_errors=trying):
             _compiling = True
-            yield
+            try:
+                yield
+            finally:
+                collected.run(workers)
     finally:
         _compiling = False
         active_mode.set(None)  # where a compilation failed, Triton leaves its own

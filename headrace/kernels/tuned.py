@@ -87,10 +87,13 @@ def choose(
     k: int,
     device_name: str,
     *,
+    normed_head: int = 0,
     folder: Path = FOLDER,
 ) -> Config | None:
     """The configuration for m tokens and a weight [n, k]; None: the library's product.
 
+    normed_head: of a model whose heads of q and k have norms, their size. Where the rows of a
+    program of qkv are as many, norms and rotary embedding are part of the product.
     On a card that nobody measured it is the library's throughout: never much slower than the best.
     """
     assert kind in KINDS, f"{kind} is none of {KINDS}"
@@ -98,6 +101,8 @@ def choose(
     if m > MAX_TOKENS or not measured:
         return None
     unmeasured = default(m, n, k) if m <= 64 else None
+    if kind == "qkv" and normed_head and unmeasured is not None:
+        unmeasured = of_heads(m, n, k, normed_head) or unmeasured
     return measured.get((kind, n, k, block_m(m)), unmeasured)
 
 

@@ -91,7 +91,12 @@ def forward_on(
         workspace=Workspace(device),
         turns=Turns(model, width * plan.block_size, plan.max_tokens, state.prompts),
         last=state.last,
-        choose=choose or functools.partial(tuned.choose, device_name=card.name),
+        choose=choose
+        or functools.partial(
+            tuned.choose,
+            device_name=card.name,
+            normed_head=spec.head_dim if spec.qk_norm else 0,
+        ),
         pdl=pdl.supported(device),
         latent=None if spec.latent is None else shape_of(spec),
     )

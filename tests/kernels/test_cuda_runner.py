@@ -70,7 +70,7 @@ def interpreted(files: ModelFiles, *, folded: bool = False, graphed: bool = True
     """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library."""
     from headrace.backends.cuda import buffers as memory
     from headrace.backends.cuda.device import Card
-    from headrace.kernels.tuned import default
+    from headrace.kernels.tuned import default, of_heads
     from headrace.runner.build_cuda import Plan, forward_on
     from headrace.runner.cuda_runner import CudaRunner
     from headrace.runner.taps import NOTE
@@ -83,13 +83,21 @@ def interpreted(files: ModelFiles, *, folded: bool = False, graphed: bool = True
     card = Card("interpreter", 0, 0, 1, (0, 0))
     with mock.patch.object(memory, "MLP_TOKENS", 5 if folded else MAX_TOKENS):  # by pieces
         buffers = memory.Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
+
+    def choose(kind: str, m: int, n: int, k: int) -> Any:
+        """As on a card that somebody measured, with another shape."""
+        if folded:
+            return None
+        heads = of_heads(m, n, k, facts.spec.head_dim) if facts.spec.qk_norm else None
+        return heads if kind == "qkv" and heads is not None else default(m, n, k)
+
     forward = forward_on(
         model,
         plan,
         BLOCKS,
         card,
         buffers,
-        choose=lambda kind, m, n, k: None if folded else default(m, n, k),
+        choose=choose,
         graphed=graphed,
     )
     vocab = facts.spec.vocab_size

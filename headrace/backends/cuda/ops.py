@@ -34,7 +34,6 @@ from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.soft_cap import cap_rows
-from headrace.kernels.tuned import of_heads
 from headrace.models.latent import LatentAttention
 from headrace.models.layers import (
     Attention,
@@ -158,12 +157,9 @@ class CudaOps:
             q_norm, k_norm = attention.q_norm, attention.k_norm
             norms = q_norm.weight, k_norm.weight, q_norm.eps
         plain = not (attention.clip or turn.by_token) and attention.rope != "none"
-        config = fused = self._config("qkv", n, weights.weight)
-        if config is not None and norms is not None:
-            rows, width = weights.weight.shape
-            if config.block_n != out.shape[2]:  # nobody measured it
-                fused = of_heads(n, rows, width, out.shape[2])
-        if fused is not None and plain and attention.own:
+        config = self._config("qkv", n, weights.weight)
+        fits = norms is None or (config is not None and config.block_n == out.shape[2])
+        if config is not None and fits and plain and attention.own:
             y, gain = self._taken(x, norm)
             return qkv(
                 y,
@@ -178,7 +174,7 @@ class CudaOps:
                 norm=gain,
                 norms=norms,
                 q=out,
-                **self._options(fused),
+                **self._options(config),
             )
         both, scale, bias = self._projected(x, norm, weights, config)
         return rotary_write(

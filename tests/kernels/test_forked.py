@@ -1,0 +1,63 @@
+"""Work in children: each job once, failures passed over, nobody left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.kernels import forked
+from headrace.kernels.forked import run_forked
+
+
+def mark(folder: Path, i: int) -> bool:
+    with (folder / str(i)).open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    return i % 3 == 0
+
+
+def none_left() -> bool:
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    return True
+
+
+@pytest.mark.parametrize("workers", [1, 3, 50])
+def test_each_job_once_in_a_child(workers: int, tmp_path: Path) -> None:
+    said = run_forked([functools.partial(mark, tmp_path, i) for i in range(20)], workers)
+    assert said == 7
+    makers = [(tmp_path / str(i)).read_text().split() for i in range(20)]
+    assert all(len(lines) == 1 for lines in makers)
+    assert str(os.getpid()) not in {line for lines in makers for line in lines}
+    assert none_left()
+
+
+def test_what_fails_is_passed_over(tmp_path: Path) -> None:
+    def fails() -> bool:
+        raise OSError("no room")
+
+    def dies() -> bool:
+        os._exit(3)
+
+    jobs: list[Callable[[], bool]] = [
+        fails,
+        dies,
+        *(functools.partial(mark, tmp_path, i) for i in range(6)),
+    ]
+    assert run_forked(jobs, 2) == 2
+    assert len(list(tmp_path.iterdir())) == 6
+    assert none_left()
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs() -> bool:
+        signal.pause()
+        return True
+
+    monkeypatch.setattr(forked, "_LONGEST_S", 0.1)
+    assert run_forked([hangs], 1) == 0
+    assert none_left()
