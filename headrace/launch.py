@@ -56,7 +56,7 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
     if not fake:
         pickles = settings.allow_pickle
         files = resolve(settings.model, say=say, weights=weights, pickles=pickles)
-    if files.kind == "hf" and not (files.path / "tokenizer.json").exists():
+    if not files.has_text:
         say(f"{files.path} has no tokenizer.json: prompts are token ids, answers carry no text")
     if not settings.served_model_name:
         return files

@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"load_bar"}
     | {"beams", "completion", "grammar", "vectors", "pooled"},
     "launch": {"*"},
+    "replicas": {"*"},
     "supervisor": {"*"},
     "cli": {"*"},
     "__init__": {"llm", "params", "completion", "grammar", "pooled"},

@@ -21,7 +21,7 @@ import uvloop
 
 from headrace.config import flag_of
 from headrace.errors import ConfigError
-from headrace.gateway.app import serve
+from headrace.gateway.app import Gateway, serve
 from headrace.gateway.board import Board
 from headrace.gateway.processes import Processes, listen
 from headrace.gateway.registry import FileRegistry, Registry, StaticRegistry
@@ -85,10 +85,12 @@ def command(
         raise ConfigError("no workers: --worker URL, or --config FILE", param="worker")
     settings = merge(file.gateway if file else {}, flags)
     doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
-    configure_logging(settings.log_level)
-    tokens = _tokens(settings)  # several processes load their own: here it is seen that they can
     said = partial(_say, settings.host, len(workers))
     if settings.processes > 1:
+        if any(worker.start is not None for worker in workers):
+            raise ConfigError("workers are started by one process alone", param="processes")
+        configure_logging(settings.log_level)
+        _tokens(settings)  # each loads its own: here it is seen that they can
         if doorkeeper.limited and not settings.redis_url:
             raise ConfigError(
                 "limits of several processes are kept in Redis or Valkey: redis_url",
@@ -103,17 +105,20 @@ def command(
             said,
         )
         raise SystemExit(processes.run())
+    run(settings, _registry(specs, config_file), doorkeeper, lambda made: said(made.port))
+
+
+def run(
+    settings: GatewaySettings,
+    registry: Registry,
+    doorkeeper: Doorkeeper,
+    ready: Callable[[Gateway], None],
+) -> None:
+    """Listen and serve until SIGTERM or SIGINT. Raises ConfigError for an address that is taken."""
+    configure_logging(settings.log_level)
     with listen(settings.host, settings.port, shared=False) as sock:
-        _run(
-            serve(
-                settings,
-                _registry(specs, config_file),
-                doorkeeper,
-                sock,
-                lambda made: said(made.port),
-                models=tokens,
-            )
-        )
+        models = _tokens(settings)
+        _run(serve(settings, registry, doorkeeper, sock, ready, models=models))
 
 
 def _registry(specs: tuple[WorkerSpec, ...], config_file: Path | None) -> Registry:

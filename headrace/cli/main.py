@@ -19,6 +19,7 @@ COMMANDS = {
     "ablate": "switch one technique on after another and measure each",
     "sim": "try routing policies on a modelled fleet",
     "gateway": "route requests to many servers",
+    "up": "serve a model by several replicas behind one gateway",
 }
 
 

@@ -103,6 +103,12 @@ class Gateway:
             "/gateway/workers": self._workers,
         }
 
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
     # ------------------------------------------------------------ life
 
     async def run(self, sock: socket.socket, ready: Callable[[Gateway], None]) -> None:
@@ -141,6 +147,7 @@ class Gateway:
             self.fleet.apply(())
             self.fleet.beliefs.close()
             self.tokenising.close()
+            await self.fleet.stopped()
             await asyncio.sleep(0)  # transports close in the next turn
 
     def stop(self) -> None:
@@ -174,6 +181,8 @@ class Gateway:
             for worker in self.fleet.workers.values():
                 for lease in list(worker.leases):
                     lease.assume(now_s)
+                waited_for = any(self.queue.waits_for(model) for model in worker.models)
+                self.fleet.keep(worker, now_s, waited_for)
             self.fleet.beliefs.tick()
             self.queue.expire(now_s)
             self.pump_soon()
@@ -313,6 +322,8 @@ class Gateway:
                     "breaker": worker.breaker.state,
                     "kv_events": self.fleet.beliefs.tell(worker.name),
                     "models": worker.models,
+                    "start": worker.start
+                    and {"state": worker.start.state, "why": worker.start.why},
                 }
             )
         return 200, {"policy": self.settings.policy, "workers": rows}

@@ -77,13 +77,13 @@ class Checks:
         status, _ = await fetch(worker.pool, request(worker, worker.spec.health_path), timeout_s)
         if status != 200:
             return f"{worker.spec.health_path} says {status}"
-        if not models or worker.spec.models:
+        if not models:
             return ""
         status, body = await fetch(worker.pool, request(worker, "/v1/models"), timeout_s)
         if status != 200:
-            return f"/v1/models says {status}"
+            return "" if worker.spec.models else f"/v1/models says {status}"
         worker.cards = _cards(body)
-        worker.models = tuple(worker.cards)
+        worker.models = worker.spec.models or tuple(worker.cards)
         self._fleet.beliefs.follow(worker)
         return "" if worker.models else "/v1/models names no model"
 

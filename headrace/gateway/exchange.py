@@ -140,12 +140,13 @@ class Exchange:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until a worker has room. Raises QueueFull where that would be in vain."""
+        """Wait until a worker has room, or has started. Raises QueueFull where that is in vain."""
         queue, tier = self._gateway.queue, self._tenant.tier
+        start_s = self._gateway.fleet.start_s(self._prompt.model)
         if not tier.queue_s or queue.full:
             raise QueueFull("every worker is busy, and no more may wait")
         expected_s = queue.predicted_wait_s()
-        if expected_s > tier.queue_s:
+        if expected_s > tier.queue_s and not start_s:
             late = QueueFull(f"a worker is expected to be free after {expected_s:.3g} s")
             late.retry_after_s = math.ceil(expected_s - tier.queue_s)
             raise late
@@ -156,7 +157,7 @@ class Exchange:
             self._prompt.model,
             tier.priority,
             now_s,
-            now_s + tier.queue_s,
+            now_s + max(tier.queue_s, start_s),
             self._go,
             self._late,
         )
@@ -180,7 +181,8 @@ class Exchange:
 
     def _late(self) -> None:
         self._waiting = None
-        self._refuse(QueueFull(f"no worker was free within {self._tenant.tier.queue_s:g} s"))
+        waited_s = asyncio.get_running_loop().time() - self.since_s
+        self._refuse(QueueFull(f"no worker was free within {waited_s:.3g} s"))
 
     def _place(self) -> None:
         placement = self._gateway.fleet.place(self._prompt, self._tried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
@@ -26,7 +27,7 @@ log = logging.getLogger("headrace.gateway")
 
 
 class NoRoom(NoWorker):
-    """Workers are there, and all have as many requests as they take at once."""
+    """Workers are there, and all have as many requests as they take at once; or one is coming."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -54,6 +55,7 @@ class Fleet:
         self.index = PrefixIndex(settings.index_bytes)
         self.beliefs = Beliefs(settings, self.index)
         self.workers: dict[str, Worker] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self.changed: list[Callable[[Worker], None]] = []  # called when a worker goes down
 
     def apply(self, specs: Sequence[WorkerSpec]) -> None:
@@ -63,18 +65,41 @@ class Fleet:
             if wanted.get(name) != worker.spec:
                 log.info("worker %s leaves", name)
                 worker.leaves()
+                self._stop(worker)
                 self.index.remove_worker(name)
                 self.beliefs.remove_worker(name)
                 del self.workers[name]
         for name, spec in wanted.items():
             if name not in self.workers:
                 log.info("worker %s comes", name)
-                self.workers[name] = Worker(
+                worker = self.workers[name] = Worker(
                     spec, self._settings, new=self._begun, board=self._board
                 )
+                if spec.start is not None and spec.start.warm:
+                    worker.comes(time.monotonic())
                 self.index.add_worker(name)
                 self.beliefs.add_worker(name)
         self._begun = True
+
+    def _stop(self, worker: Worker) -> None:
+        """End its process, if it is ours."""
+        if worker.start is not None:
+            ending = asyncio.get_running_loop().create_task(worker.start.stop())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+    async def stopped(self) -> None:
+        """All processes of workers that left have ended."""
+        await asyncio.gather(*self._ending)
+
+    def start_s(self, model: str) -> float:
+        """How long a start may take that requests for this model wait for; 0 = none is under way,
+        or there is a worker that takes them now."""
+        serving = [worker for worker in self.workers.values() if worker.serves(model)]
+        if any(worker.up for worker in serving):
+            return 0.0
+        starts = [w.start for w in serving if w.start is not None and w.start.state == "starting"]
+        return max((start.spec.timeout_s for start in starts), default=0.0)
 
     def models(self) -> dict[str, object]:
         """What workers say of their models; a model of several is told once."""
@@ -130,10 +155,13 @@ class Fleet:
         return Placement(worker, lease, view, choice, cached, states)
 
     def _nowhere(self, prompt: Prompt, tried: Collection[str], now_s: float) -> HeadraceError:
-        """Why no worker is there for it."""
+        """Why no worker is there for it; one that can be started is."""
         serving = [worker for worker in self.workers.values() if worker.serves(prompt.model)]
+        coming = any(worker.comes(now_s) for worker in serving)  # one more, not all
         if any(w.may_take(now_s) and w.name not in tried for w in serving):
             return NoRoom("every worker has as many requests as it takes at once")
+        if coming:
+            return NoRoom("the model's worker is being started")
         if not serving and any(worker.models for worker in self.workers.values()):
             return NotFound(f"no worker serves the model {prompt.model!r}", param="model")
         return NoWorker("no worker can take this request now")
@@ -154,15 +182,24 @@ class Fleet:
 
     def came_up(self, worker: Worker) -> None:
         """A check succeeded. One that was down has lost its cache, as far as we know."""
-        if worker.up or worker.gone:
+        if worker.up or worker.gone or (worker.start is not None and worker.start.ending):
             return
         log.info("worker %s is up: %s", worker.name, ", ".join(worker.models) or "no model")
         worker.up, worker.why = True, ""
         worker.up_since_s = time.monotonic() if worker.new else -math.inf
         worker.new = True
         worker.breaker.succeeded()
+        if worker.start is not None:
+            worker.start.came_up()
         self.index.forget(worker.name)
         self.beliefs.came_up(worker)
+
+    def keep(self, worker: Worker, now_s: float, busy: bool) -> None:
+        """Start it or stop it, if its process is ours; called about once a second."""
+        if worker.start is not None:
+            worker.start.tick(now_s, busy or bool(worker.leases))
+            if worker.start.ending:
+                self.went_down(worker, "it is stopped, for it was idle")
 
     def went_down(self, worker: Worker, why: str) -> None:
         """No new requests. Those that are there go on: it may only be busy."""

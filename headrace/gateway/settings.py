@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from headrace.config import check_endpoint
 from headrace.errors import ConfigError
+from headrace.gateway.starts import StartSpec
 from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
 
 PolicyName = Literal[
@@ -137,6 +138,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     kv_events_endpoint: str = ""  # as one connects to it; "" = what its /v1/models says, if it does
     kv_events_replay_endpoint: str = ""
     kv_events_topic: str = ""
+    start: StartSpec | None = None  # a worker that the gateway runs itself
 
     @property
     def address(self) -> tuple[str, int]:
@@ -178,9 +180,14 @@ def read_fleet(path: Path) -> FleetFile:
 
 
 def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
-    """Raises ConfigError for a URL that is none, or that comes twice."""
+    """Raises ConfigError for a URL that is none, or that comes twice, and for a worker that is to
+    be started on demand and does not say for which models."""
     seen = set()
     for spec in workers:
+        if spec.start is not None and not spec.start.warm and not spec.models:
+            raise ConfigError(
+                f"worker {spec.url}: one that starts on demand needs `models`", param="workers"
+            )
         if spec.address in seen:
             raise ConfigError(f"worker {spec.url} is named twice", param="workers")
         seen.add(spec.address)

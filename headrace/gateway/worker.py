@@ -6,6 +6,7 @@ from headrace.gateway.board import Board, key_of
 from headrace.gateway.breaker import Breaker
 from headrace.gateway.load import Lease, Load
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
+from headrace.gateway.starts import Started
 from headrace.gateway.upstream import Pool
 from headrace.gateway.view import WorkerView
 
@@ -45,6 +46,7 @@ class Worker(Load):
         self.why = "not checked yet"
         self.up_since_s = 0.0
         self.kv_usage = 0.0
+        self.start = Started(self.name, spec.start) if spec.start is not None else None
         self._slow_start_s = settings.slow_start_s
 
     def may_take(self, now_s: float) -> bool:
@@ -52,6 +54,14 @@ class Worker(Load):
         if not self.up or self.draining or self.gone:
             return False
         return self.breaker.closed or self.breaker.admits(now_s)
+
+    def comes(self, now_s: float) -> bool:
+        """Not up, but it will be: the gateway starts it, from now on if not before."""
+        return (
+            self.start is not None
+            and not (self.up or self.draining or self.gone)
+            and self.start.want(now_s)
+        )
 
     @property
     def has_room(self) -> bool:

@@ -16,7 +16,6 @@ from headrace.models.spec import ModelSpec
 if TYPE_CHECKING:
     import torch
 
-_FREE_SHARE = 4  # one part in this many of free memory goes to the KV cache
 _SAMPLER_COPIES = 4  # float64 copies of the logits while stages run
 _SCALE_BYTES = 4
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
@@ -112,7 +111,7 @@ def size_kv(settings: Settings, spec: ModelSpec, dtype: str, free_bytes: int) ->
         key, budget = "kv_memory", parse_bytes(settings.kv_memory, "kv_memory")
         reason = f"kv_memory = {settings.kv_memory}"
     else:
-        key, budget = "kv_blocks", free_bytes // _FREE_SHARE
+        key, budget = "kv_blocks", free_bytes // device.KV_SHARE
         reason = f"a quarter of {show_bytes(free_bytes)} free"
     blocks = budget // block_bytes
     if blocks < 1:

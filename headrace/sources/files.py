@@ -17,3 +17,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
     name: str  # default served name
     kind: Literal["gguf", "hf", "fake"]
     path: Path
+
+    @property
+    def has_text(self) -> bool:
+        """It comes with a tokenizer."""
+        return self.kind != "hf" or (self.path / "tokenizer.json").exists()

@@ -279,7 +279,7 @@ def load_tokenizer(
     is broken.
     """
     card = card or read_card(files)
-    if optional and files.kind == "hf" and not (files.path / "tokenizer.json").exists():
+    if optional and not files.has_text:
         return NoTokenizer(card)
     if files.kind == "fake":
         return Tokenizer(fake_tokenizer.build(), card)

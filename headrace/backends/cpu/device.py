@@ -6,6 +6,7 @@ import functools
 import os
 from pathlib import Path
 
+KV_SHARE = 4  # one part in this many of free memory goes to a KV cache
 _BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 
 

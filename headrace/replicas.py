@@ -1,0 +1,178 @@
+"""`headrace up`: this machine's devices shared out among replicas of one model, as workers that a
+gateway starts, watches and stops.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from headrace.backends.cpu.device import KV_SHARE, free_memory_bytes
+from headrace.config import ENV_PREFIX, Settings, flag_of
+from headrace.errors import ConfigError
+from headrace.gateway.app import Gateway
+from headrace.gateway.registry import Apply
+from headrace.gateway.settings import WorkerSpec
+from headrace.gateway.starts import StartSpec
+
+_FOR_USERS = ("try: ", "look: ")  # lines of a server that name its own address
+_OURS = ("model", "host", "port", "api_key", "usage_log", "kv_memory")  # said for each replica anew
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may hold, one by one: its own entries, or the numbers of all."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name not in ("", "-1")]
+    return [str(i) for i in range(sum(p.name[6:].isdigit() for p in dev.glob("nvidia*")))]
+
+
+class Shares:
+    """What each of `count` replicas gets of this machine. Raises ConfigError if it is too small."""
+
+    def __init__(self, settings: Settings, backend: str, count: int) -> None:
+        self.cores: list[tuple[int, ...]] = [()] * count
+        self.gpus: list[str] = [""] * count
+        self.kv_memory = settings.kv_memory
+        if backend == "cuda":
+            self._share_gpus(settings, count)
+        elif backend == "cpu":
+            self._share_cores(count)
+            if not settings.kv_memory and not settings.kv_blocks:
+                self.kv_memory = str(free_memory_bytes() // KV_SHARE // count)
+
+    def _share_gpus(self, settings: Settings, count: int) -> None:
+        gpus = visible_gpus()
+        each = -(-count // max(1, len(gpus)))
+        if not gpus or (each > 1 and settings.gpu_memory_utilization * each > 1):
+            raise ConfigError(
+                f"replicas = {count} on {len(gpus)} GPUs: at most one a GPU, or a "
+                f"--gpu-memory-utilization of at most {1 / each:.2g}",
+                param="replicas",
+            )
+        self.gpus = [gpus[i % len(gpus)] for i in range(count)]
+
+    def _share_cores(self, count: int) -> None:
+        if not hasattr(os, "sched_getaffinity"):
+            return  # no such thing here: each replica counts all cores as its own
+        cores = sorted(os.sched_getaffinity(0))
+        if count > len(cores):
+            raise ConfigError(
+                f"replicas = {count}: more than the {len(cores)} cores of this machine",
+                param="replicas",
+            )
+        ends = [len(cores) * i // count for i in range(count + 1)]
+        self.cores = [tuple(cores[a:b]) for a, b in pairwise(ends)]
+
+
+def workers(
+    settings: Settings,
+    flags: Mapping[str, object],
+    config_file: Path | None,
+    name: str,
+    shares: Shares,
+    folder: Path,
+) -> tuple[WorkerSpec, ...]:
+    """A worker a share, each a `headrace serve` on a free port of this machine's loopback.
+
+    flags: the settings that the user gave as flags, as values. name: of the model in requests.
+    folder: of this user alone. Nobody but the gateway knows the replicas' key.
+    """
+    count = len(shares.cores)
+    key = secrets.token_urlsafe(32)
+    passed = [text for name, value in flags.items() for text in _argument(name, value)]
+    config = ["--config", str(config_file)] if config_file else []
+    specs = []
+    for i, port in enumerate(_free_ports(count)):
+        more = ["--host", "127.0.0.1", "--port", str(port)]
+        if shares.kv_memory:
+            more += ["--kv-memory", shares.kv_memory]
+        if settings.prefix_caching and not settings.kv_events_endpoint:
+            more += ["--kv-events-endpoint", f"ipc://{folder}/events-{i}"]
+            more += ["--kv-events-replay-endpoint", f"ipc://{folder}/replay-{i}"]
+        if settings.usage_log:
+            log = Path(settings.usage_log)
+            more += ["--usage-log", str(log.with_name(f"{log.stem}.{i}{log.suffix}"))]
+        env = {f"{ENV_PREFIX}API_KEY": key}
+        if shares.gpus[i]:
+            env["CUDA_VISIBLE_DEVICES"] = shares.gpus[i]
+        serve = (sys.executable, "-m", "headrace.cli.main", "serve")
+        model = [settings.model] if settings.model else []
+        start = StartSpec(
+            command=(*serve, *model, *passed, *config, *more),
+            warm=True,
+            env=env,
+            cores=shares.cores[i],
+        )
+        specs.append(
+            WorkerSpec(url=f"http://127.0.0.1:{port}", models=(name,), api_key=key, start=start)
+        )
+    return tuple(specs)
+
+
+def _argument(name: str, value: object) -> list[str]:
+    if name in _OURS:
+        return []
+    if isinstance(value, bool):
+        flag = flag_of(name)
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, tuple):
+        return [text for one in value for text in (flag_of(name), str(one))]
+    return [flag_of(name), str(value)]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in socks]
+    for sock in socks:
+        sock.close()
+    return ports
+
+
+class Replicas:
+    """The registry of `headrace up`: the replicas, whose start it follows.
+
+    When none of them can start as it was asked, it stops the gateway, and `failed` is true.
+    """
+
+    def __init__(self, specs: Sequence[WorkerSpec], say: Callable[[str], None]) -> None:
+        self._specs, self._say = specs, say
+        self._begun_s = time.perf_counter()
+        self._gateway: Gateway | None = None
+        self._ready = self.failed = False
+
+    def start(self, apply: Apply) -> None:
+        """See `gateway.registry.Registry`."""
+        apply(self._specs)
+
+    def watch(self, gateway: Gateway) -> None:
+        """The gateway listens."""
+        self._gateway = gateway
+        for i, worker in enumerate(gateway.fleet.workers.values()):
+            if worker.start is not None:
+                worker.start.tell = partial(self._pass_on, i)
+
+    def _pass_on(self, replica: int, line: str) -> None:
+        if not line.startswith(_FOR_USERS):
+            self._say(f"replica {replica} | {line}")
+
+    def tick(self) -> None:
+        """See `gateway.registry.Registry`."""
+        if self._gateway is None or self._ready or self.failed:
+            return
+        workers = list(self._gateway.fleet.workers.values())
+        if all(worker.start is not None and worker.start.hopeless for worker in workers):
+            self.failed = True
+            self._gateway.stop()
+        elif all(worker.up for worker in workers):
+            self._ready = True
+            passed_s = time.perf_counter() - self._begun_s
+            self._say(f"ready in {passed_s:.1f} s: {self._gateway.url}, {len(workers)} replicas")

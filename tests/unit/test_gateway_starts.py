@@ -1,0 +1,217 @@
+"""Workers that the gateway starts: one start for all who wait, kept warm, stopped when idle, failed
+ones told apart; and how a machine is shared out among replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Settings
+from headrace.errors import ConfigError
+from headrace.gateway.app import Gateway
+from headrace.gateway.registry import StaticRegistry
+from headrace.gateway.settings import WorkerSpec, read_fleet
+from headrace.gateway.starts import Started, StartSpec
+from headrace.replicas import Replicas, Shares, visible_gpus, workers
+from tests.unit.gateway_rig import call, chat, gateway, get, until
+
+SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+open(sys.argv[2], "a").write(f"{os.getpid()}\\n")
+print("here I am", flush=True)
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def do_GET(self): self.say({"data": [{"id": "m"}]})
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.say({"choices": [{"message": {"content": os.environ.get("WORD", "")}}]})
+    def say(self, what):
+        body = json.dumps(what).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Each process writes its id here."""
+    return tmp_path / "pids"
+
+
+def spec(log: Path, **more: object) -> WorkerSpec:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    command = (sys.executable, "-c", SERVER, str(port), str(log))
+    start = StartSpec(command=command, env={"WORD": "hello"}, **more)  # type: ignore[arg-type]
+    return WorkerSpec(url=f"http://127.0.0.1:{port}", models=("m",), start=start)
+
+
+def pids(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split()] if log.exists() else []
+
+
+def process(made: Gateway) -> Started:
+    (worker,) = made.fleet.workers.values()
+    assert worker.start is not None
+    return worker.start
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def test_one_start_for_all_who_wait(log: Path) -> None:
+    said: list[str] = []
+    async with gateway(registry=StaticRegistry([spec(log)]), up=False) as made:
+        process(made).tell = said.append
+        assert process(made).state == "cold"
+        models = (await get(made.port, "/v1/models")).json()
+        assert [card["id"] for card in models["data"]] == ["m"], "it is there to be asked for"
+        answers = await asyncio.gather(*(call(made.port, chat(model="m")) for _ in range(5)))
+        assert [a.json()["choices"][0]["message"]["content"] for a in answers] == ["hello"] * 5
+        assert process(made).state == "running"
+        assert said == ["here I am"]
+    assert len(pids(log)) == 1
+    assert gone(pids(log)[0]), "it ends with the gateway"
+
+
+async def test_kept_warm_and_started_again_when_it_dies(log: Path) -> None:
+    async with gateway(registry=StaticRegistry([spec(log, warm=True)])) as made:
+        os.kill(pids(log)[0], signal.SIGKILL)
+        await until(lambda: process(made).state == "failed", "it is seen to have died")
+        assert process(made).why == "signal SIGKILL"
+        await until(lambda: process(made).state == "running", "it is started again")
+        assert (await call(made.port, chat(model="m"))).status == 200
+        assert not process(made).hopeless
+    assert len(pids(log)) == 2
+
+
+async def test_idle_ones_stop_and_come_back(log: Path) -> None:
+    async with gateway(registry=StaticRegistry([spec(log, idle_stop_s=0.01)]), up=False) as made:
+        assert (await call(made.port, chat(model="m"))).status == 200
+        await until(lambda: process(made).state == "cold", "it stopped")
+        assert gone(pids(log)[0])
+        assert (await call(made.port, chat(model="m"))).status == 200
+    assert len(pids(log)) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "why", "hopeless"),
+    [
+        ((sys.executable, "-c", "raise SystemExit(3)"), "exit code 3", False),
+        ((sys.executable, "-c", "raise SystemExit(2)"), "exit code 2", True),
+        (("/no/such/file",), "/no/such/file cannot be run", False),
+    ],
+)
+async def test_a_start_that_fails_is_told(
+    command: tuple[str, ...], why: str, hopeless: bool
+) -> None:
+    """Those who wait get an error at once, not when their patience is over."""
+    start = StartSpec(command=command)
+    broken = WorkerSpec(url="http://127.0.0.1:1", models=("m",), start=start)
+    async with gateway(registry=StaticRegistry([broken]), up=False) as made:
+        answer = await call(made.port, chat(model="m"))
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "no_worker")
+        assert process(made).hopeless is hopeless
+        (row,) = (await get(made.port, "/gateway/workers")).json()["workers"]
+        assert row["start"]["state"] == "failed"
+        assert row["start"]["why"].startswith(why)
+
+
+async def test_a_start_that_takes_too_long_is_cut() -> None:
+    code = "import threading; threading.Event().wait()"
+    start = StartSpec(command=(sys.executable, "-c", code), timeout_s=0.1)
+    never = WorkerSpec(url="http://127.0.0.1:1", models=("m",), start=start)
+    async with gateway(registry=StaticRegistry([never]), up=False) as made:
+        assert (await call(made.port, chat(model="m"))).status == 503
+        assert process(made).why == "not up after 0.1 s"
+
+
+def test_on_demand_needs_models(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    text = '[[workers]]\nurl = "http://127.0.0.1:1"\n[workers.start]\ncommand = ["x"]\n'
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="on demand needs `models`"):
+        read_fleet(file)
+    file.write_text(text + "warm = true\n")
+    assert read_fleet(file).workers[0].start == StartSpec(command=("x",), warm=True)
+
+
+async def test_replicas_that_cannot_start_end_the_gateway(log: Path) -> None:
+    said: list[str] = []
+    start = StartSpec(command=(sys.executable, "-c", "print('no'); raise SystemExit(2)"), warm=True)
+    broken = [WorkerSpec(url=f"http://127.0.0.1:{i}", models=("m",), start=start) for i in (1, 2)]
+    registry = Replicas(broken, said.append)
+    async with gateway(registry=registry, up=False) as made:
+        registry.watch(made)
+        await until(lambda: registry.failed, "it gave up")
+    assert sorted(said) == ["replica 0 | no", "replica 1 | no"]
+
+
+async def test_replicas_say_when_all_are_ready(log: Path) -> None:
+    said: list[str] = []
+    registry = Replicas([spec(log, warm=True), spec(log, warm=True)], said.append)
+    async with gateway(registry=registry, up=False) as made:
+        registry.watch(made)
+        await until(lambda: any(line.startswith("ready in") for line in said), "they are ready")
+        assert said[-1].endswith(f"{made.url}, 2 replicas")
+        assert not registry.failed
+
+
+# ---------------------------------------------------------------- shares of a machine
+
+
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 6, 8})
+    shares = Shares(Settings(), "cpu", 2)
+    assert shares.cores == [(0, 2), (4, 6, 8)]
+    assert int(shares.kv_memory) > 0
+    assert Shares(Settings(kv_blocks=10), "cpu", 2).kv_memory == ""
+    with pytest.raises(ConfigError, match="more than the 5 cores"):
+        Shares(Settings(), "cpu", 6)
+
+
+def test_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "tty0"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert Shares(Settings(), "cuda", 2).gpus == ["GPU-a", "GPU-b"]
+    assert Shares(Settings(gpu_memory_utilization=0.5), "cuda", 3).gpus[2] == "GPU-a"
+    with pytest.raises(ConfigError, match=r"on 2 GPUs.*at most 0.5"):
+        Shares(Settings(), "cuda", 3)
+
+
+def test_replicas_get_the_flags_of_serve(tmp_path: Path) -> None:
+    settings = Settings(model="m.gguf", usage_log="/x/usage.jsonl", backend="fake")
+    flags = {"model": "m.gguf", "port": 80, "ui": False, "cors_origin": ("a", "b"), "seed": 7}
+    shares = Shares(settings, "fake", 2)
+    one, two = workers(settings, flags, Path("c.toml"), "m", shares, tmp_path)
+    assert one.start is not None
+    command = list(one.start.command)
+    at = command.index("serve")
+    assert command[at + 1 : at + 11] == [
+        "m.gguf", "--no-ui", "--cors-origin", "a", "--cors-origin", "b", "--seed", "7",
+        "--config", "c.toml",
+    ]  # fmt: skip
+    assert command[-2:] == ["--usage-log", "/x/usage.0.jsonl"]
+    assert f"ipc://{tmp_path}/events-0" in command
+    assert one.url != two.url
+    assert one.api_key == two.api_key == one.start.env["HEADRACE_API_KEY"]
+    assert one.api_key not in " ".join(command), "every user of the machine can read arguments"
