@@ -77,7 +77,7 @@ def fleet_json(
         if before is None or passed_s <= 0:
             return None
         done: int = getattr(view, name) - getattr(before, name)
-        return round(done / passed_s, 3)
+        return round(done / passed_s, 3) if done >= 0 else None  # another engine counts anew
 
     return {
         "time_s": time.time(),
