@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -53,7 +54,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_events_have_rates_and_steps_and_end_when_told() -> None:
     engine = Engine(view(10.0), view(10.5, tokens=50), view(11.0))
-    told = []
+    told: list[dict[str, Any]] = []
     async for event in live_of(engine).events(lambda: len(told) == 2):
         assert event.startswith(b"data: ")
         assert event.endswith(b"\n\n")
