@@ -54,15 +54,16 @@ class Fleet:
         """Until the gateway has heard of everything that the workers hold."""
         deadline_s = time.monotonic() + PATIENCE_S
         before: Any = None
-        while True:
+        same = 0
+        while same < 3:
             rows = self.gateway.workers()
-            states = [row["kv_events"]["state"] for row in rows.values() if row["kv_events"]]
-            now = [row["kv_events"] and row["kv_events"]["batches"] for row in rows.values()]
-            if states == ["exact"] * len(states) and now == before:
-                return
+            said = [row["kv_events"] for row in rows.values()]
+            now = [(one["state"], one["batches"]) for one in said if one]
+            exact = all(state == "exact" for state, _ in now)
+            same = same + 1 if exact and now == before else 0
             assert time.monotonic() < deadline_s, rows
             before = now
-            time.sleep(0.3)
+            time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

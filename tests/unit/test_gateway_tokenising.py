@@ -144,6 +144,21 @@ async def test_streams_go_on_while_a_prompt_is_tokenised_and_a_client_may_leave(
     assert len(worker.asked) == 2
 
 
+async def test_a_foreign_engine_stays_on_text_chunks() -> None:
+    """It says nothing of tokens and events: history alone predicts, and it gets no ids."""
+    async with Mock() as foreign, gateway(foreign, models=fake()) as made:
+        for name in ("r1", "r2"):
+            reply = await call(made.port, chat(TEXT * 40), headers={"x-request-id": name})
+            assert reply.status == 200
+        assert all("prompt_ids" not in asked.json() for asked in foreign.asked)
+        told = (await get(made.port, "/gateway/decisions/r2")).json()
+        (row,) = told["attempts"][0]["candidates"]
+        assert (row["index"], row["predicted_cached_tokens"] > 0) == ("fallback", True)
+        assert told["cached_tokens"]["silent_miss"], "it says that it found nothing"
+        assert await metric(made, "silent_misses_total", state="fallback") == 1
+        assert await metric(made, "worker_index", state="fallback") == 1
+
+
 async def test_events_and_tokens_meet() -> None:
     """Two workers with events, one without; predictions are exact where they can be, and a
     decision shows what came of them.
