@@ -10,7 +10,6 @@ SIGTERM or SIGINT drains; a second one kills. Exit codes: 0 stopped, 2 a process
 from __future__ import annotations
 
 import ctypes
-import http.client
 import multiprocessing as mp
 import os
 import shutil
@@ -175,6 +174,8 @@ class Supervisor:
 
     def _answers(self) -> bool:
         """Whether /ready says 200: the HTTP processes came up and hear the engine."""
+        import http.client  # now, while those that it asks are starting
+
         host, port = self._address()
         connection = http.client.HTTPConnection(host, port, timeout=1.0)
         try:

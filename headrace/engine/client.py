@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import msgspec
 import zmq
 
+from headrace.engine.sockets import INBOX, PULSE
 from headrace.errors import EngineDead, HeadraceError, NotReady, RequestFailed, by_code
 from headrace.messages import (
     EVERY,
@@ -42,8 +43,6 @@ from headrace.messages import (
 
 log = logging.getLogger("headrace.client")
 
-INBOX = "engine.ipc"
-PULSE = "pulse.ipc"
 BEAT_S = 1.0
 TICK_S = 0.25
 FIRST_TICK_S = 0.02

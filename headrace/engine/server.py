@@ -23,7 +23,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings
-from headrace.engine.client import INBOX, PULSE
+from headrace.engine.sockets import INBOX, PULSE
 from headrace.messages import (
     EVERY,
     Abort,

@@ -13,14 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry
-
 from headrace import __version__
 from headrace.errors import SetupError
 from headrace.observe.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+    from prometheus_client import CollectorRegistry
 
 TRACES = "/v1/traces"
 QUEUE_SPANS = 4096

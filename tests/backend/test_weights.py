@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
@@ -22,6 +22,7 @@ from headrace.errors import ModelError
 from headrace.models.registry import module_of
 from headrace.models.slots import head_order
 from headrace.models.spec import ModelSpec, read_spec
+from headrace.quant import ggml
 from headrace.runner import pieces
 from headrace.runner.build import load_runner
 from headrace.runner.checkpoint import GgufFile, dtypes_of, open_checkpoint
@@ -428,3 +429,15 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path, architecture: str) -> 
     runner, info = load_runner(settings, files, lambda phase, seconds: None)
     assert info.capacity.max_model_len == 64
     runner.close()
+
+
+def test_block_sizes_are_those_of_the_package() -> None:
+    """Those that are known here by themselves, so that a start need not import it."""
+    for kind in GGMLQuantizationType:
+        if kind in ggml._KNOWN:
+            assert ggml._KNOWN[kind] == (kind.name, *GGML_QUANT_SIZES[kind])
+        assert ggml.row_bytes(2560, kind) * GGML_QUANT_SIZES[kind][0] == (
+            2560 * GGML_QUANT_SIZES[kind][1]
+        )
+    with pytest.raises(ModelError, match="unknown GGUF tensor type 99"):
+        ggml.type_name(99)
