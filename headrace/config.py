@@ -118,6 +118,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     trace_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
+    fake_device: str = ""
 
 
 HELP: Mapping[str, str] = {
@@ -226,6 +227,8 @@ HELP: Mapping[str, str] = {
     "caller began are recorded if it says so",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
+    "fake_device": "fake backend: a device of `headrace sim`, by name or file; steps take its time "
+    "and the KV cache has its size",
 }
 assert set(HELP) == set(Settings.__struct_fields__), "every setting needs one help line"
 
@@ -338,6 +341,10 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
     _check_kv_events(settings)
     if settings.fake_step_ms and settings.backend != "fake":
         raise ConfigError("fake_step_ms needs backend = fake", param="fake_step_ms")
+    if settings.fake_device and (settings.backend != "fake" or settings.fake_step_ms):
+        raise ConfigError(
+            "fake_device needs backend = fake, and no fake_step_ms", param="fake_device"
+        )
     return settings
 
 

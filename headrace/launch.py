@@ -38,6 +38,7 @@ from headrace.sources.files import ModelFiles
 if TYPE_CHECKING:
     from headrace.engine.protocol import Capacity, ServingEngine
     from headrace.kv.cache import KVCache
+    from headrace.sim.device import Device
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
 Progress = Callable[[int, int], None]  # (bytes of weights that are loaded, bytes in all)
@@ -157,18 +158,31 @@ def _fake_runner(settings: Settings) -> Any:
     from headrace.backends.fake import FakeRunner
 
     blocks, longest = _fake_sizes(settings)
+    device = _fake_device(settings)
     return FakeRunner(
         kv_blocks=blocks,
         block_size=settings.block_size,
         max_rows=settings.max_num_seqs,
         max_model_len=longest,
         step_ms=settings.fake_step_ms,
+        cost=device.cost if device is not None else None,
     )
+
+
+def _fake_device(settings: Settings) -> Device | None:
+    """What the fake backend is as fast as. Raises ConfigError for a file that is none."""
+    if not settings.fake_device:
+        return None
+    from headrace.sim.device import DEVICES, read_device
+
+    return DEVICES.get(settings.fake_device) or read_device(Path(settings.fake_device))
 
 
 def _fake_sizes(settings: Settings) -> tuple[int, int]:
     """Blocks of the KV cache, and tokens of the longest sequence."""
-    blocks = settings.kv_blocks or FAKE_KV_BLOCKS
+    device = _fake_device(settings)
+    room = device.kv_tokens // settings.block_size if device is not None else FAKE_KV_BLOCKS
+    blocks = settings.kv_blocks or room
     room = blocks * settings.block_size
     return blocks, min(settings.max_model_len or FAKE_MODEL_LEN, room)
 
@@ -209,7 +223,7 @@ def explain(settings: Settings) -> Mapping[str, Resolved[Any]]:
         "backend": backend,
         "max_num_seqs": resolve_max_num_seqs(settings, backend.value),
         "max_num_batched_tokens": resolve_max_num_batched_tokens(settings, backend.value),
-        "itl_target_ms": _explain_itl_target(backend.value),
+        "itl_target_ms": _explain_itl_target(settings, backend.value),
         "overlap": resolve_overlap(settings, backend.value),
         "api_workers": resolve_api_workers(settings),
     }
@@ -223,8 +237,8 @@ def explain(settings: Settings) -> Mapping[str, Resolved[Any]]:
     }
 
 
-def _explain_itl_target(backend: str) -> Resolved[Any]:
-    if backend == "cuda":
+def _explain_itl_target(settings: Settings, backend: str) -> Resolved[Any]:
+    if backend == "cuda" or settings.fake_device:
         return Resolved("at start", "from the model's step time on this card")
     return Resolved(0, f"the {backend} backend has no model of its step time")
 

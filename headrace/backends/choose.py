@@ -43,7 +43,7 @@ def settled(settings: Settings) -> Settings:
     """
     backend = resolve_backend(settings).value
     refuse(settings, f"backend = {backend}", _MEANINGLESS[backend])
-    if backend != "cuda":  # no other backend knows the time of its steps beforehand
+    if backend != "cuda" and not settings.fake_device:  # others know no step's time beforehand
         resolve_itl_target_s(settings, None)
     return msgspec.structs.replace(
         settings,

@@ -199,7 +199,7 @@ class Beliefs:
         """Tokens of the prompt that each of `workers` is thought to hold, and the state of that."""
         names = [worker.name for worker in workers]
         held = self._history.match(prompt.chain, names)
-        cached = [min(int(n * prompt.chunk_tokens), prompt.prompt_tokens) for n in held]
+        cached = [prompt.tokens_of(n) if n else 0 for n in held]
         states: list[State] = ["fallback"] * len(names)
         if prompt.ids is None or not self._followed:
             return tuple(cached), tuple(states)

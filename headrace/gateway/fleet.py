@@ -148,7 +148,7 @@ class Fleet:
         if worker.spec.cache_tokens:
             most = int(worker.spec.cache_tokens / prompt.chunk_tokens)
             self.index.set_capacity(worker.name, max(1, most))
-        self.index.insert(prompt.chain, worker.name)
+        self.index.insert(prompt.chain, worker.name, prompt.fine_chunks)
         if prompt.ids is not None:
             computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self._knobs)
             self.beliefs.placed(prompt, worker, now_s, computed_s)

@@ -17,6 +17,8 @@ from secrets import token_bytes
 
 ENTRY_BYTES = 256  # of one chunk at one worker, upper bound; tests measure it
 CHUNK_BYTES = 256  # of text, about 4 blocks of 16 tokens
+FINE_CHUNKS, COARSE = 16, 4  # of a text's chunks, see `prompt_chain`
+ALL_FINE = 2**62  # fine chunks of a chain whose chunks are all of one size
 _SECRET = token_bytes(16)  # nobody outside can make two prompts meet
 
 
@@ -37,6 +39,22 @@ def text_chain(text: bytes, root: int, chunk_bytes: int = CHUNK_BYTES) -> list[i
         at = hash((at, text[start : start + chunk_bytes]))
         chain.append(at)
     return chain
+
+
+def prompt_chain(text: bytes, root: int) -> list[int]:
+    """The chain of a prompt's text: FINE_CHUNKS chunks, those behind COARSE times as long, so that
+    the longest prompts cost a quarter. What is held is known to a chunk, a sixteenth at most of it.
+    """
+    fine_bytes = FINE_CHUNKS * CHUNK_BYTES
+    chain = text_chain(text[:fine_bytes], root)
+    if len(text) >= fine_bytes + COARSE * CHUNK_BYTES:
+        chain += text_chain(text[fine_bytes:], chain[-1], COARSE * CHUNK_BYTES)
+    return chain
+
+
+def units_of(chunks: int, fine_chunks: int) -> int:
+    """The length of so many chunks, in chunks of the first size."""
+    return chunks if chunks <= fine_chunks else fine_chunks + COARSE * (chunks - fine_chunks)
 
 
 def token_chain(ids: Sequence[int], root: int, block_tokens: int) -> list[int]:
@@ -102,7 +120,8 @@ class PrefixIndex(Holders):
         super().__init__()
         assert max_bytes >= ENTRY_BYTES, f"{max_bytes} bytes hold no entry"
         self._max_entries = max_bytes // ENTRY_BYTES
-        self._held: dict[str, OrderedDict[int, None]] = {}  # by worker, oldest first
+        self._held: dict[str, OrderedDict[int, int]] = {}  # worker -> chunk -> units, oldest first
+        self._units: dict[str, int] = {}
         self._capacity: dict[str, int] = {}
         self._entries = 0
 
@@ -115,9 +134,11 @@ class PrefixIndex(Holders):
         return self._entries * ENTRY_BYTES
 
     def add_worker(self, name: str, capacity_chunks: int = 0) -> None:
-        """From now on `name` may hold chunks, at most `capacity_chunks` (0 = no limit known)."""
+        """From now on `name` may hold chunks, at most `capacity_chunks` of the first size (0 = no
+        limit known).
+        """
         self._enter(name)
-        self._held[name] = OrderedDict()
+        self._held[name], self._units[name] = OrderedDict(), 0
         self._capacity[name] = capacity_chunks
 
     def set_capacity(self, name: str, capacity_chunks: int) -> None:
@@ -129,7 +150,7 @@ class PrefixIndex(Holders):
         """`name` is gone."""
         self.forget(name)
         self._leave(name)
-        del self._held[name], self._capacity[name]
+        del self._held[name], self._units[name], self._capacity[name]
 
     def forget(self, name: str) -> None:
         """All that `name` was thought to hold: it started anew."""
@@ -137,39 +158,45 @@ class PrefixIndex(Holders):
             self._unmark(chunk, name)
         self._entries -= len(self._held[name])
         self._held[name].clear()
+        self._units[name] = 0
 
-    def insert(self, chain: Sequence[int], name: str) -> None:
+    def insert(self, chain: Sequence[int], name: str, fine_chunks: int = ALL_FINE) -> None:
         """A prompt went to `name`, which will hold it. The end is older than the beginning, as it
-        is in the caches of engines: it goes first.
+        is in the caches of engines: it goes first. Chunks behind `fine_chunks` are coarse.
         """
         held, bit, masks = self._held[name], self._bits[name], self._masks
-        before = len(held)
+        before, units, at = len(held), 0, len(chain)
         for chunk in reversed(chain):
+            at -= 1
             if chunk in held:
                 held.move_to_end(chunk)
             else:
-                held[chunk] = None
+                units += (length := 1 if at < fine_chunks else COARSE)
+                held[chunk] = length
                 masks[chunk] = masks.get(chunk, 0) | bit
         self._entries += len(held) - before
+        self._units[name] += units
         self._shrink(name)
         while self._entries > self._max_entries:
             self._drop_oldest(max(self._held, key=lambda other: len(self._held[other])))
 
     def _shrink(self, name: str) -> None:
         capacity = self._capacity[name]
-        while capacity and len(self._held[name]) > capacity:
+        while capacity and self._units[name] > capacity:
             self._drop_oldest(name)
 
     def _drop_oldest(self, name: str) -> None:
-        chunk, _ = self._held[name].popitem(last=False)
+        chunk, units = self._held[name].popitem(last=False)
         self._entries -= 1
+        self._units[name] -= units
         self._unmark(chunk, name)
 
     def check(self) -> None:
         """Raise AssertionError unless both directions and the counts agree."""
         masks: dict[int, int] = {}
         for name, held in self._held.items():
-            assert not self._capacity[name] or len(held) <= self._capacity[name], name
+            assert self._units[name] == sum(held.values()), name
+            assert not self._capacity[name] or self._units[name] <= self._capacity[name], name
             for chunk in held:
                 masks[chunk] = masks.get(chunk, 0) | self._bits[name]
         assert masks == self._masks, "workers' chunks and chunks' workers disagree"

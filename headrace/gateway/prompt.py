@@ -10,7 +10,15 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import InvalidRequest
-from headrace.gateway.prefix_index import CHUNK_BYTES, root_of, text_chain, token_chain
+from headrace.gateway.prefix_index import (
+    ALL_FINE,
+    CHUNK_BYTES,
+    FINE_CHUNKS,
+    prompt_chain,
+    root_of,
+    token_chain,
+    units_of,
+)
 
 GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 STREAM_OPTIONS = frozenset({"/v1/chat/completions", "/v1/completions"})  # have include_usage
@@ -56,7 +64,8 @@ class Prompt(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     chain: list[int]
-    chunk_tokens: float
+    chunk_tokens: float  # of one of the first `fine_chunks` chunks
+    fine_chunks: int
     session: str
     ttft_target_s: float  # 0 = none
     prefix_key: bytes
@@ -65,6 +74,11 @@ class Prompt(msgspec.Struct, kw_only=True):
     tokenizer: str = ""  # which made them; "" = they came with the request
     token_chains: dict[int, list[int]] = {}  # by size of a block
     body_with_ids: bytes = b""  # for a worker that takes them; b"" = not made yet
+
+    def tokens_of(self, chunks: int) -> int:
+        """Tokens in so many leading chunks, as estimated."""
+        units = units_of(chunks, self.fine_chunks)
+        return min(int(units * self.chunk_tokens), self.prompt_tokens)
 
 
 class PromptReader:
@@ -95,7 +109,7 @@ class PromptReader:
         ids = _ids(bytes(said.prompt)) if said.prompt else None
         root = root_of(model, salt=salt)
         if ids is None:
-            chain = text_chain(text[:MAX_CHAIN_BYTES], root)
+            chain = prompt_chain(text[:MAX_CHAIN_BYTES], root)
             tokens, chunk_tokens = int(len(text) / ratio), CHUNK_BYTES / ratio
         else:
             chain = token_chain(ids, root, BLOCK_TOKENS)
@@ -114,6 +128,7 @@ class PromptReader:
             output_tokens=_output_tokens(path, said),
             chain=chain,
             chunk_tokens=chunk_tokens,
+            fine_chunks=FINE_CHUNKS if ids is None else ALL_FINE,
             session=session or _text(said.session_id) or _text(said.user),
             ttft_target_s=_target_s(target) if target else 0.0,
             prefix_key=text[:CHUNK_BYTES],

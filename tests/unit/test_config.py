@@ -98,6 +98,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ({"api_workers": "0"}, "api_workers"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens"),
         ({"fake_step_ms": 5.0}, "fake_step_ms"),
+        ({"fake_device": "h100-14b"}, "fake_device"),
+        ({"fake_device": "h100-14b", "backend": "fake", "fake_step_ms": 1.0}, "fake_device"),
         ({"itl_target_ms": "soon"}, "itl_target_ms"),
         ({"itl_target_ms": -1}, "itl_target_ms"),
         ({"itl_target_ms": float("nan")}, "itl_target_ms"),

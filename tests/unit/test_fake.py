@@ -10,7 +10,11 @@ import pytest
 
 from headrace.backends.fake import FakeRunner, reference
 from headrace.backends.fake.model import END_OF_TURN, draw, logits
+from headrace.config import Settings
+from headrace.errors import ConfigError
+from headrace.launch import _fake_runner
 from headrace.messages import Grow, Join, Output, Rules, Sampling, StepPlan
+from headrace.sim.device import H100_14B
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -200,3 +204,13 @@ def test_tickets_are_finished_once_and_read_in_order() -> None:
         runner.close()
     with pytest.raises(AssertionError, match="result of 2 before 1"):
         second.result()
+
+
+def test_a_modelled_device_gives_steps_their_time_and_the_cache_its_size() -> None:
+    settings = Settings(backend="fake", fake_device="h100-14b", block_size=16)
+    capacity = _fake_runner(settings).capacity
+    assert capacity.cost == H100_14B.cost
+    assert capacity.kv_blocks == [H100_14B.kv_tokens // 16]
+    assert _fake_runner(Settings(backend="fake")).capacity.cost is None
+    with pytest.raises(ConfigError, match=r"no-such\.json"):
+        _fake_runner(Settings(backend="fake", fake_device="no-such.json"))

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.prefix_index import (
+    CHUNK_BYTES,
     ENTRY_BYTES,
+    FINE_CHUNKS,
     PrefixIndex,
+    prompt_chain,
     root_of,
     text_chain,
     token_chain,
+    units_of,
 )
 
 NAMES = ("a", "b", "c")
@@ -73,6 +77,21 @@ def test_chains_differ_by_model_adapter_and_salt_and_share_beginnings() -> None:
     ids = list(range(70))
     assert len(token_chain(ids, root, 16)) == 4
     assert token_chain(ids[:40], root, 16) == token_chain(ids, root, 16)[:2]
+
+
+def test_long_prompts_have_few_chunks_and_what_they_hold_is_known() -> None:
+    text, root = os.urandom(70_000), root_of("m")
+    chain = prompt_chain(text, root)
+    assert len(chain) == FINE_CHUNKS + (70_000 - 4096) // 1024
+    for cut, chunks in ((4096, 16), (5119, 16), (5120, 17), (256, 1), (255, 0)):
+        assert prompt_chain(text[:cut], root) == chain[:chunks]
+        assert units_of(chunks, FINE_CHUNKS) * CHUNK_BYTES <= cut
+    one = PrefixIndex(1000 * ENTRY_BYTES)
+    one.add_worker("a", capacity_chunks=100)  # holds 25 600 bytes of it
+    one.insert(chain, "a", FINE_CHUNKS)
+    one.check()
+    (held,) = one.match(chain, ["a"])
+    assert units_of(held, FINE_CHUNKS) == 100
 
 
 class Plain:
