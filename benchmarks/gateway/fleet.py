@@ -30,9 +30,9 @@ import msgspec
 from benchmarks.gateway.load import KEY
 from benchmarks.gateway.routers import ROUTERS, Router, running
 from headrace import __version__
+from headrace.bench.figure import COLOURS, INK, drawn
 from headrace.bench.load import Target, run_loop
 from headrace.bench.measure import Meter
-from headrace.bench.plot import COLOURS, INK
 from headrace.bench.stats import Level, Shape
 from headrace.bench.trace import BLOCK_TOKENS, TraceLine
 from headrace.bench.workload import WORDS
@@ -255,30 +255,26 @@ def page(points: Sequence[Point], facts: dict[str, object]) -> str:
 
 def draw(points: Sequence[Point], stem: Path, title: str) -> None:
     """Mean TTFT against load: marks are measured, lines without marks simulated."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
     names = list(dict.fromkeys(p.workload for p in points))
     labels = list(dict.fromkeys(p.label for p in points if p.router))
-    axes = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for axis, name in zip(axes, names, strict=True):
-        here = [p for p in points if p.workload == name]
-        for policy, dash in DASHES.items():
-            line = [(p.load, p.ttft_mean_s) for p in here if not p.router and p.policy == policy]
-            axis.plot(*zip(*line, strict=True), dash, color=INK, label=f"simulated {policy}")
-        for colour, label in zip(COLOURS, labels, strict=False):
-            line = [(p.load, p.ttft_mean_s) for p in here if p.label == label]
-            axis.plot(*zip(*line, strict=True), "-o", markersize=4, color=colour, label=label)
-        axis.set_yscale("log")
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel("load: prompts' time uncached / fleet's time")
-        axis.grid(alpha=0.25)
-    axes[0].set_ylabel("TTFT, mean, seconds")
-    figure.suptitle(title)
-    handles, texts = axes[0].get_legend_handles_labels()
-    figure.legend(handles, texts, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(stem.with_suffix(".png"), dpi=150, metadata={"Software": None})
+    with drawn(stem, 5 * len(names), 4.5) as figure:
+        axes = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+        for axis, name in zip(axes, names, strict=True):
+            here = [p for p in points if p.workload == name]
+            for policy, dash in DASHES.items():
+                line = [(p.load, p.ttft_mean_s) for p in here if p.label == f"simulated {policy}"]
+                axis.plot(*zip(*line, strict=True), dash, color=INK, label=f"simulated {policy}")
+            for colour, label in zip(COLOURS, labels, strict=False):
+                line = [(p.load, p.ttft_mean_s) for p in here if p.label == label]
+                axis.plot(*zip(*line, strict=True), "-o", markersize=4, color=colour, label=label)
+            axis.patch.set_alpha(0)
+            axis.set_yscale("log")
+            axis.set_title(name, fontsize=10)
+            axis.set_xlabel("load: prompts' time uncached / fleet's time")
+        axes[0].set_ylabel("TTFT, mean, seconds")
+        figure.suptitle(title)
+        handles, texts = axes[0].get_legend_handles_labels()
+        figure.legend(handles, texts, loc="outside lower center", ncols=4, frameon=False)
 
 
 def main() -> None:

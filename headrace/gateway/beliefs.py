@@ -30,6 +30,9 @@ MAX_EXPECTED = 2**17  # blocks
 _WILD = ("*", "0.0.0.0", "[::]", "::")
 
 
+_FALLBACK: tuple[State, ...] = ("fallback",)
+
+
 class _Told(msgspec.Struct):
     """What a worker's card says of its events."""
 
@@ -200,9 +203,9 @@ class Beliefs:
         names = [worker.name for worker in workers]
         held = self._history.match(prompt.chain, names)
         cached = [prompt.tokens_of(n) if n else 0 for n in held]
-        states: list[State] = ["fallback"] * len(names)
         if prompt.ids is None or not self._followed:
-            return tuple(cached), tuple(states)
+            return tuple(cached), _FALLBACK * len(names)
+        states: list[State] = ["fallback"] * len(names)
         for at, worker in enumerate(workers):
             states[at] = self._state_for(prompt, worker)
         for size in {self.blocks.block_size(name) for name in names} - {0}:

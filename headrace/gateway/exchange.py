@@ -507,7 +507,7 @@ class Exchange:
         assert self._reservation is not None, "reserved"
         usage, events = self._usage, self._events
         if usage is not None and usage.prompt_tokens >= 0:
-            output_tokens = max(0, usage.output_tokens)
+            output_tokens = usage.output_tokens if usage.output_tokens > 0 else 0
             return usage.prompt_tokens + output_tokens, output_tokens
         if events is not None and events.events:  # about a token an event
             return self._prompt.prompt_tokens + events.events, events.events

@@ -19,6 +19,11 @@ NOT_SENT_BACK = frozenset(
     b"x-accel-buffering".split()
 )
 LIMITS = b"x-ratelimit-"
+NOT_BESIDE_OURS = NOT_SENT_BACK | {
+    LIMITS + what + of
+    for what in (b"limit", b"remaining", b"reset")
+    for of in (b"-requests", b"-tokens")
+}
 MAX_ID = 128
 _ONE = secrets.token_hex(10)  # begins the ids that this process makes
 _COUNT = itertools.count()
@@ -40,9 +45,8 @@ def request_head(
 
 def sent_back(headers: Headers, *, limited: bool) -> Headers:
     """A worker's headers that the client gets. limited: ours say what is left of limits."""
-    if limited:
-        headers = [pair for pair in headers if not pair[0].startswith(LIMITS)]
-    return [pair for pair in headers if pair[0] not in NOT_SENT_BACK]
+    drop = NOT_BESIDE_OURS if limited else NOT_SENT_BACK
+    return [pair for pair in headers if pair[0] not in drop]
 
 
 def request_id(request: Request) -> str:

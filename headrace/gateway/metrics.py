@@ -40,7 +40,10 @@ class Count:
     def add(self, *labels: str, by: float = 1.0) -> None:
         """Count something under its labels, in the order of their names."""
         values = self.values
-        values[labels] = values.get(labels, 0.0) + by
+        if labels in values:
+            values[labels] += by
+        else:
+            values[labels] = by
 
     def metric(self) -> Metric:
         """As prometheus_client writes it."""

@@ -35,8 +35,14 @@ def _lowest(scores: Sequence[float], workers: Sequence[WorkerView], *, cold: boo
     best = min(scores)
     if scores.count(best) == 1:
         return scores.index(best)
-    tied = [i for i, score in enumerate(scores) if score == best]
-    return min(tied, key=lambda i: (cold and workers[i].last_cold, workers[i].last_placed, i))
+    chosen, longest_ago = -1, (0, 0)
+    for i, score in enumerate(scores):
+        if score == best:
+            worker = workers[i]
+            since = (worker.last_cold if cold else 0, worker.last_placed)
+            if chosen < 0 or since < longest_ago:
+                chosen, longest_ago = i, since
+    return chosen
 
 
 def random(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:

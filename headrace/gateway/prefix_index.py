@@ -82,6 +82,8 @@ class Holders:
 
     def match(self, chain: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
         """How many leading chunks of `chain` each of `names` holds."""
+        if not chain or chain[0] not in self._masks:
+            return (0,) * len(names)
         counts = dict.fromkeys(names, 0)
         bits = [(self._bits[name], name) for name in names]
         alive = 0
