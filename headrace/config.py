@@ -116,6 +116,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prices: str = ""
     otlp_endpoint: str = ""
     trace_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    telemetry_s: Seconds = 1.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fake_step_ms: Annotated[float, Meta(ge=0)] = 0.0
     fake_device: str = ""
@@ -225,6 +226,8 @@ HELP: Mapping[str, str] = {
     "requests and their stages; needs the extra `tracing`",
     "trace_ratio": "how many of the traces that begin here are recorded, 0 to 1; those that a "
     "caller began are recorded if it says so",
+    "telemetry_s": "seconds between two readings of processes, machine and GPU for /metrics; 0 = "
+    "none",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
     "fake_device": "fake backend: a device of `headrace sim`, by name or file; steps take its time "

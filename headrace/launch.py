@@ -112,6 +112,7 @@ def build_engine(
         width=facts.width,
         labels=facts.labels,
         generates=facts.generates,
+        device_uuid=facts.device_uuid,
         records=True,
         draws_note=facts.draws_note,
         positions=loaded[1].spec.known_positions if loaded else None,

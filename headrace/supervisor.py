@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace import launch
@@ -32,6 +32,9 @@ from headrace.errors import ConfigError
 from headrace.load_bar import LoadBar
 from headrace.pages import give_back
 from headrace.sources.files import ModelFiles
+
+if TYPE_CHECKING:
+    from headrace.observe.telemetry import Telemetry
 
 PR_SET_NAME = 15  # linux/prctl.h
 EXIT_SETUP, EXIT_ENGINE_DIED, EXIT_API_DIED = 2, 3, 4
@@ -67,6 +70,7 @@ class Supervisor:
         self.signals = 0  # SIGTERM and SIGINT so far
         self.loaded = self.ready = False  # the engine said so; /ready says so
         self.api_restarts = 0
+        self.telemetry: Telemetry | None = None
         self.bar = LoadBar(lambda line: say(f"  {line}"), shown=sys.stderr.isatty())
 
     def run(self) -> int:
@@ -80,6 +84,7 @@ class Supervisor:
         try:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / "metrics")
             (self.folder / "metrics").mkdir()
+            self._start_telemetry()
             self._start_engine()
             for worker in range(self.workers.value):
                 self.api.append(self._start_api(worker))  # one by one: `_stop` knows what started
@@ -120,6 +125,23 @@ class Supervisor:
             "engine", launch.engine_process, self.folder, self.settings, self.files, theirs
         )
         theirs.close()
+
+    def _start_telemetry(self) -> None:
+        if self.settings.telemetry_s:
+            # Not before PROMETHEUS_MULTIPROC_DIR is set.
+            from headrace.observe.telemetry import Telemetry
+
+            self.telemetry = Telemetry(self._pids, self.settings.telemetry_s)
+            self.telemetry.start()
+
+    def _pids(self) -> dict[str, int]:
+        """Of all processes of the server."""
+        children = {
+            process.name.removeprefix("headrace-"): process.pid
+            for process in self._processes()
+            if process.pid is not None
+        }
+        return {"supervisor": os.getpid(), **children}
 
     def _start_api(self, worker: int) -> mp.process.BaseProcess:
         args = (self.folder, self.settings, self.files, worker, self.sock)
@@ -171,6 +193,8 @@ class Supervisor:
             self.say(f"headrace: {what}")
         else:
             self.loaded = True
+            if self.telemetry is not None and what.device_uuid:
+                self.telemetry.watch(what.device_uuid)
 
     def _answers(self) -> bool:
         """Whether /ready says 200: the HTTP processes came up and hear the engine."""
@@ -193,6 +217,10 @@ class Supervisor:
             self.say(f"the engine did not start ({_how(engine)})")
             return EXIT_SETUP
         self.say(f"the engine process died ({_how(engine)})")
+        from prometheus_client.multiprocess import mark_process_dead  # as in _start_telemetry
+
+        # Its gauges say nothing any more; its counters still count.
+        mark_process_dead(engine.pid, str(self.folder / "metrics"))  # type: ignore[no-untyped-call]
         if not self.settings.restart:
             return EXIT_ENGINE_DIED
         self.say("starting it again (restart = true)")
@@ -219,6 +247,8 @@ class Supervisor:
     def _stop(self) -> None:
         """HTTP first (it drains), then the engine; whoever ignores SIGTERM is killed."""
         self.bar.stop()
+        if self.telemetry is not None:
+            self.telemetry.stop()
         self.sock.close()
         drain_s = self.settings.shutdown_timeout_s + KILL_AFTER_S
         _end(self.api, drain_s)

@@ -16,16 +16,26 @@ from headrace.api.record_view import step_json
 from headrace.engine.client import EngineClient
 from headrace.errors import HeadraceError, NotReady
 from headrace.messages import EngineInfo, View
+from headrace.observe.metrics_page import Reading
 
 PERIOD_S = 0.5
+GPU = {  # what telemetry says of it each second: field -> metric
+    "util": "headrace_device_utilization_ratio",
+    "memory_used_bytes": "headrace_device_memory_used_bytes",
+    "memory_bytes": "headrace_device_memory_bytes",
+    "power_w": "headrace_device_power_watts",
+    "temperature_c": "headrace_device_temperature_celsius",
+    "bandwidth_ratio": "headrace_device_dram_active_ratio",
+    "joules_per_token": "headrace_joules_per_token",
+}
 PATIENCE_S = 5.0  # with the engine, whose step may be a long one
 
 
 class Live:
     """Asks the engine for views. One event loop."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, client: EngineClient, reading: Callable[[str], Reading | None]) -> None:
+        self._client, self._reading = client, reading
         client.on_view = self._heard
         self._waiting: list[tuple[bool, asyncio.Future[View]]] = []  # (wants states, who)
 
@@ -60,6 +70,8 @@ class Live:
                 view = await self.view()
                 info = self._client.info
                 device = use.read(self._client.engine_pid)
+                if info is not None and info.device_uuid:
+                    device |= await asyncio.to_thread(gpu_now, self._reading)
                 fleet = fleet_json(view, before, info, device)
                 before = view
                 yield b"data: " + msgspec.json.encode(fleet) + b"\n\n"
@@ -99,6 +111,13 @@ def fleet_json(
         "device": device,
         "last_steps": [step_json(step, view.time_s) for step in view.last_steps],
     }
+
+
+def gpu_now(reading: Callable[[str], Reading | None]) -> dict[str, Any]:
+    """What is known of the GPU; fields that nothing is known of are left out."""
+    found = {field: reading(name) for field, name in GPU.items()}
+    known = {field: now.value for field, now in found.items() if now is not None}
+    return {"name": "gpu", **{field: x for field, x in known.items() if x == x}}
 
 
 class EngineUse:

@@ -90,7 +90,7 @@ class Service:
         self.folder = folder
         self.streams = Streams(worker, settings.stream_resume_s, settings.stream_resume_bytes)
         self._record(metrics, worker)
-        self.live = Live(client)
+        self.live = Live(client, metrics.reading)
         self.watchers = 0  # of `live`
         self.hooks = load_hooks(settings.hook)
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)

@@ -14,17 +14,16 @@ import mmap
 import os
 import struct
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from operator import add, itemgetter
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headrace.observe.aliases import BY_SOURCE
 
 _CHUNK = 256  # slots that are compared at once
-_INTEGER = struct.Struct("i")
+_INTEGER, _DOUBLE = struct.Struct("i"), struct.Struct("d")
 _COMBINE: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "min": min, "max": max}
 
 Labels = tuple[tuple[str, str], ...]  # sorted by name
@@ -47,51 +46,44 @@ class Reading(NamedTuple):
 class _Chunk:
     """Slots of one file that are read, and compared with what they were, as one.
 
-    Neighbouring counters or gauges; or all of one process for one histogram, its sum the last.
+    Neighbouring counters or gauges; or all of one process for one histogram.
     """
 
-    def __init__(self, file: _File, bounds: list[float] | None = None) -> None:
+    def __init__(self, file: _File) -> None:
         self.file = file
-        self.bounds = bounds  # of a histogram, as far as they came; sorted, as its buckets are made
-        self.indices: list[int] = []  # of doubles in the file
-        self.series: list[_Series] = []  # of each slot; of a histogram, its own alone
+        self.offsets: list[int] = []  # of the doubles, in bytes, rising
+        self.bounds: list[float] = []  # of a histogram, by slot; of its sum NaN
+        self.series: list[_Series] = []  # by slot
         self.values: tuple[float, ...] = ()
+        self._reader: struct.Struct | None = None
 
-    def add(self, index: int, series: _Series, bound: float | None = None) -> None:
+    def add(self, offset: int, series: _Series, bound: float) -> None:
         """One slot more."""
-        self._pick = None
-        if self.bounds is None:
-            self.indices.append(index)
-            self.series.append(series)
-            return
-        self.series = [series]
-        at = len(self.bounds)
-        if bound is not None:
-            at = bisect_left(self.bounds, bound)
-            self.bounds.insert(at, bound)
-        self.indices.insert(at, index)
+        self.offsets.append(offset)
+        self.series.append(series)
+        self.bounds.append(bound)
+        self._reader = None
 
     def read(self, dirty: set[_Series]) -> None:
         """Take the values of now; name the series whose value changed."""
-        if self._pick is None:
+        if self._reader is None:
             dirty.update(self.series)
-            # One index more: of a single one, itemgetter would make no tuple.
-            self._pick = itemgetter(*self.indices, 0)
-        now = self._pick(self.file.doubles)[:-1]
-        if now == self.values:
-            return
-        if self.bounds is None:
-            pairs = zip(now, self.values, self.series, strict=False)
-            dirty.update([series for new, old, series in pairs if new != old])
-        else:
-            dirty.update(self.series)
-        self.values = now
+            gaps = zip(self.offsets[1:], self.offsets, strict=False)
+            pads = "".join([f"{after - before - 8}xd" for after, before in gaps])
+            self._reader = struct.Struct(f"=d{pads}")
+        now = self._reader.unpack_from(self.file.map, self.offsets[0])
+        if now != self.values:
+            if self.file.kind == "histogram":
+                dirty.add(self.series[0])
+            else:
+                pairs = zip(now, self.values, self.series, strict=False)
+                dirty.update([series for new, old, series in pairs if new != old])
+            self.values = now
 
     def stamp(self, at: int) -> float:
         """When the value was set; 0 = never."""
-        return self.file.doubles[self.indices[at] + 1]
-
-    _pick: Callable[[Any], tuple[float, ...]] | None = None
+        stamp: float = _DOUBLE.unpack_from(self.file.map, self.offsets[at] + 8)[0]
+        return stamp
 
 
 class _File:
@@ -108,29 +100,28 @@ class _File:
 
     def _open(self) -> None:
         with self.path.open("rb") as handle:
-            self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        self.doubles = memoryview(self._map).cast("d")
+            self.map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
 
     def new_keys(self) -> Iterable[tuple[str, int]]:
-        """Keys that were added since the last call, and the index of the double behind each."""
-        (used,) = _INTEGER.unpack_from(self._map, 0)
-        if used > len(self._map):
+        """Keys that were added since the last call, and where the double behind each begins."""
+        (used,) = _INTEGER.unpack_from(self.map, 0)
+        if used > len(self.map):
             self._open()
         while self._parsed < used:
-            (size,) = _INTEGER.unpack_from(self._map, self._parsed)
+            (size,) = _INTEGER.unpack_from(self.map, self._parsed)
             begin = self._parsed + 4
             at = begin + size + (8 - (size + 4) % 8)
             self._parsed = at + 16
-            yield self._map[begin : begin + size].decode(), at // 8
+            yield self.map[begin : begin + size].decode(), at
 
     def chunk(self, series: _Series) -> _Chunk:
         """Where the next slot of `series` goes."""
         if self.kind == "histogram":
             if series not in self.histograms:
-                self.histograms[series] = _Chunk(self, [])
+                self.histograms[series] = _Chunk(self)
                 self.chunks.append(self.histograms[series])
             return self.histograms[series]
-        if not self.chunks or len(self.chunks[-1].indices) == _CHUNK:
+        if not self.chunks or len(self.chunks[-1].offsets) == _CHUNK:
             self.chunks.append(_Chunk(self))
         return self.chunks[-1]
 
@@ -143,8 +134,9 @@ class _Series:
         self.slots: list[tuple[_Chunk, int]] = []  # one a process
         self.parts: list[_Chunk] = []  # of a histogram: one a process
         self.texts: list[str] = []  # by name of the family
-        self._bounds: list[float] = []
-        self._heads: list[list[str]] = []  # by name: what stands before each value
+        self._shape: list[float] = []  # of a histogram: `_Chunk.bounds` that is prepared for
+        self._pick: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple  # to rising bounds
+        self._templates: list[str] = []  # by name: its lines, with places for values
         self._labels: list[str | None] = [_written(labels)]
         for alias in family.aliases:
             shown = alias.labels(dict(labels))
@@ -160,21 +152,25 @@ class _Series:
         return _COMBINE[self.mode](values)
 
     def counts(self) -> tuple[float, ...]:
-        """Of a histogram: observations in each bucket, by rising bound, then their sum."""
+        """Of a whole histogram: observations in each bucket, by rising bound, then their sum."""
+        if self.parts[0].bounds != self._shape:
+            self._prepare()
         if len(self.parts) == 1:
-            return self.parts[0].values
-        return tuple(map(sum, zip(*(part.values for part in self.parts), strict=True)))
+            return self._pick(self.parts[0].values)
+        columns = zip(*[part.values for part in self.parts], strict=True)
+        return self._pick(tuple(map(sum, columns)))
 
     @property
-    def bounds(self) -> list[float] | None:
-        """Of a histogram; None: it is not whole in every process yet.
+    def whole(self) -> bool:
+        """Of a histogram: every process has all of its slots, made one after another, the infinite
+        bound last."""
+        bounds = self.parts[0].bounds
+        return bounds[-1] == math.inf and all(part.bounds[1:] == bounds[1:] for part in self.parts)
 
-        Its slots are made one after another, the infinite bound last.
-        """
-        bounds = self.parts[0].bounds or []
-        if bounds[-1:] == [math.inf] and all(part.bounds == bounds for part in self.parts):
-            return bounds
-        return None
+    @property
+    def bounds(self) -> list[float]:
+        """Of a whole histogram, rising."""
+        return sorted(self.parts[0].bounds[1:])
 
     def write(self) -> None:
         """Its text anew."""
@@ -188,26 +184,28 @@ class _Series:
         ]
 
     def _write_histogram(self) -> None:
-        bounds = self.bounds
-        if bounds is None:
+        if not self.whole:
             self.texts = [""] * len(self._labels)
             return
-        if bounds != self._bounds:
-            self._bounds = list(bounds)
-            self._heads = list(map(self._heads_of, self.family.samples, self._labels))
         *counts, total = self.counts()
-        texts = list(map(repr, accumulate(counts)))
-        texts += (texts[-1], _text(total))
-        self.texts = ["".join(map(add, heads, texts)) + "\n" * bool(heads) for heads in self._heads]
+        sums = list(accumulate(counts))
+        shown = (*sums, sums[-1], _text(total))
+        self.texts = [template and template % shown for template in self._templates]
 
-    def _heads_of(self, name: str, labels: str | None) -> list[str]:
-        """Each begins with the end of the line before."""
+    def _prepare(self) -> None:
+        """For the slots that there are now: the sum, then a bucket each."""
+        self._shape = list(self.parts[0].bounds)
+        slots = range(1, len(self._shape))
+        self._pick = itemgetter(*sorted(slots, key=self._shape.__getitem__), 0)
+        self._templates = list(map(self._template, self.family.samples, self._labels))
+
+    def _template(self, name: str, labels: str | None) -> str:
         if labels is None:
-            return []
+            return ""
+        name, labels = name.replace("%", "%%"), labels.replace("%", "%%")
         inner = labels[1:-1] + "," if labels else ""
-        heads = [f'\n{name}_bucket{{{inner}le="{_text(bound)}"}} ' for bound in self._bounds]
-        heads[0] = heads[0][1:]
-        return [*heads, f"\n{name}_count{labels} ", f"\n{name}_sum{labels} "]
+        lines = [f'{name}_bucket{{{inner}le="{_text(bound)}"}} %d\n' for bound in self.bounds]
+        return "".join([*lines, f"{name}_count{labels} %d\n", f"{name}_sum{labels} %s\n"])
 
 
 class _Family:
@@ -258,19 +256,19 @@ class Page:
             every = list(family.series.values())
             if family.kind != "histogram":
                 return Reading(family.kind, sum(series.value() for series in every))
-            every = [series for series in every if series.bounds is not None]
+            every = [series for series in every if series.whole]
             if not every:
                 return None
             *counts, total = map(sum, zip(*(series.counts() for series in every), strict=True))
-            bounds = tuple(every[0].bounds or ())
+            bounds = tuple(every[0].bounds)
             return Reading(family.kind, sum(counts), bounds, tuple(counts), total)
 
     def _read(self) -> None:
         dirty: set[_Series] = set()
         self._find()
         for file in self._files.values():
-            for key, index in file.new_keys():
-                self._place(file, key, index)
+            for key, offset in file.new_keys():
+                self._place(file, key, offset)
             for chunk in file.chunks:
                 chunk.read(dirty)
         for series in dirty:
@@ -295,7 +293,7 @@ class Page:
             except FileNotFoundError:  # of a process that was forgotten just now
                 continue
 
-    def _place(self, file: _File, key: str, index: int) -> None:
+    def _place(self, file: _File, key: str, offset: int) -> None:
         """Make the slot a part of its series."""
         name, _, labels, text = json.loads(key)
         family = self._families.get(name)
@@ -310,9 +308,9 @@ class Page:
         if series is None:
             series = family.series[ordered] = _Series(family, ordered, mode)
         chunk = file.chunk(series)
-        chunk.add(index, series, None if bound is None else float(bound))
+        chunk.add(offset, series, math.nan if bound is None else float(bound))
         if file.kind != "histogram":
-            series.slots.append((chunk, len(chunk.indices) - 1))
+            series.slots.append((chunk, len(chunk.offsets) - 1))
         elif chunk not in series.parts:
             series.parts.append(chunk)
 

@@ -172,7 +172,7 @@ def build_runner(
         cost = measure_cost(forward, plan.max_tokens)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
     lines = _lines(forward, buffers, plan, room, free_bytes)
-    capacity = _capacity(model, plan, blocks.value, cost, kernels)
+    capacity = _capacity(model, plan, blocks.value, cost, kernels, card)
     return CudaRunner(forward, capacity), blocks, length, lines
 
 
@@ -205,7 +205,7 @@ def kernels_info(attention: Resolved[str], card: Card) -> KernelsInfo:
 
 
 def _capacity(
-    model: Decoder, plan: Plan, blocks: int, cost: StepCost, kernels: KernelsInfo
+    model: Decoder, plan: Plan, blocks: int, cost: StepCost, kernels: KernelsInfo, card: Card
 ) -> Capacity:
     return Capacity(
         kv_blocks=[blocks],
@@ -219,6 +219,7 @@ def _capacity(
         width=model.spec.hidden,
         labels=model.spec.labels,
         generates=model.spec.generates,
+        device_uuid=card.uuid,
         draws_note=NOTE,
     )
 

@@ -44,7 +44,7 @@ def view(time_s: float, tokens: int = 0, states: bytes = b"") -> View:
 
 
 def live_of(engine: Engine) -> Live:
-    return Live(engine)  # type: ignore[arg-type]
+    return Live(engine, lambda name: None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

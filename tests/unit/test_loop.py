@@ -12,7 +12,8 @@ from headrace.backends.fake import FakeRunner, reference
 from headrace.backends.fake.runner import FakeTicket
 from headrace.config import Settings
 from headrace.engine.loop import Engine
-from headrace.engine.protocol import Masks
+from headrace.engine.protocol import Masks, StepCost
+from headrace.engine.stats import StepTimes
 from headrace.kv.cache import KVCache, Table
 from headrace.messages import Done, Sampling, StepPlan, StepResult, Submit
 from tests.unit.engine_rig import GREEDY, Rig
@@ -493,3 +494,17 @@ def test_who_was_preempted_comes_back_only_after_its_draw(overlap: bool) -> None
     rig.check_tokens()
     rig.check_idle()
     assert rig.dones[0, decoding].preemptions == 1
+
+
+@LOOPS
+def test_where_the_time_of_steps_goes(overlap: bool) -> None:
+    """One word a step that was applied; a modelled device computes, and draws in no time."""
+    rig, told = Rig(overlap=overlap, cost=StepCost(2e-5, 1e-5, 0, 0, 0, 1)), list[StepTimes]()
+    rig.engine.watch(told.append)
+    rig.submit(10, 3)
+    rig.run()
+    assert len(told) == len(rig.plans) == rig.engine.stats().steps
+    assert [times.tokens for times in told] == [sum(plan.counts) for plan in rig.plans]
+    assert [times.busy_s for times in told][:2] == pytest.approx([10e-5, 2e-5])
+    assert {times.sample_s for times in told} == {0.0}
+    assert all(min(times.plan_s, times.apply_s, times.wall_s) >= 0 for times in told)

@@ -216,6 +216,6 @@ def test_names_of_others(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=env, capture_output=True, check=True, timeout=60
     )
     text = run.stdout.decode()
-    assert 'headrace_ttft_seconds_bucket{model_name="m",le="0.5"} 1.0' in text
-    assert 'vllm:time_to_first_token_seconds_bucket{engine="0",model_name="m",le="0.5"} 1.0' in text
+    assert 'headrace_ttft_seconds_bucket{model_name="m",le="0.5"} 1\n' in text
+    assert 'vllm:time_to_first_token_seconds_bucket{engine="0",model_name="m",le="0.5"} 1\n' in text
     assert 'vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 0.5' in text

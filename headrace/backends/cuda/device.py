@@ -16,6 +16,7 @@ class Card(msgspec.Struct, frozen=True):
     total_bytes: int
     multiprocessors: int
     capability: tuple[int, int]
+    uuid: str = ""  # as NVML knows it, without what it puts before it
 
 
 def find_card() -> Card:
@@ -30,6 +31,7 @@ def find_card() -> Card:
         total_bytes=facts.total_memory,
         multiprocessors=facts.multi_processor_count,
         capability=(facts.major, facts.minor),
+        uuid=str(facts.uuid),
     )
 
 
