@@ -17,18 +17,9 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.launch import launch
-from headrace.kernels.router import (
-    Routing,
-    check_logits,
-    choose,
-    constants,
-    living,
-    load_logits,
-    route,
-)
+from headrace.kernels.router import Routing, route
 from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
-FUSED_TOKENS = 16  # up to which each expert's program routes all tokens itself
 LARGEST_TILE = 128  # rows
 _ITEMS = 4096  # assignments that a program looks at in one turn
 
@@ -262,66 +253,6 @@ def place_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["tokens", "spare", "tiles"], do_not_specialize_on_alignment=["rows"])
-def route_dispatch_kernel(
-    logits,
-    correction,
-    rows,
-    experts,
-    weights,
-    order,
-    tile_experts,
-    tally,
-    tokens,
-    spare,
-    tiles,
-    E: tl.constexpr,
-    TOP: tl.constexpr,
-    SHARED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BT: tl.constexpr,
-    EP: tl.constexpr,
-    KP: tl.constexpr,
-    GP: tl.constexpr,
-    BINS: tl.constexpr,
-    BM: tl.constexpr,
-    BF: tl.constexpr,
-    TALLY: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Grid (experts,): every program routes all tokens, which are few, and places its own."""
-    pdl.release(PDL)
-    expert = tl.program_id(0)
-    token = tl.arange(0, BT)
-    k = tl.arange(0, KP)
-    pdl.wait(PDL)
-    live = living(rows, spare, token, tokens, PADDED)
-    ids, factors, _ = choose(
-        load_logits(logits, live, token, E, EP), correction, live,
-        E, TOP, SHARED, SIGMOID, CORRECTED, RENORMALISE, SCALE,
-        GROUPS, TOP_GROUPS, PAIRS, BT, EP, KP, GP,
-    )  # fmt: skip
-    item = token[:, None] * (TOP + SHARED) + k[None, :]
-    if expert == 0:
-        mask = (token < tokens)[:, None] & (k < TOP + SHARED)[None, :]
-        tl.store(experts + item, ids, mask=mask)
-        tl.store(weights + item, factors, mask=mask)
-    ids = tl.reshape(ids, (BT * KP,))
-    counts = tl.histogram(tl.where(ids < 0, 0, ids), BINS, mask=ids >= 0)
-    first_tile, count = _starts(expert, counts, BINS, BM)
-    _place(expert, ids, tl.reshape(item, (BT * KP,)), first_tile * BM, 0, order)
-    _finish(
-        expert, counts, first_tile, count, tiles, tile_experts, order, tally, BINS, BM, BF, TALLY
-    )
-
-
 def check_dispatch(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:
     assert into.each == routing.each, "experts of a token"
     tiles, rows = into.tiles, into.tile_rows
@@ -346,28 +277,13 @@ def route_and_dispatch(
     tally: Tensor | None = None,
     with_pdl: bool = False,
 ) -> None:
-    """`router.route` and `dispatch`: one launch for at most FUSED_TOKENS tokens."""
-    tokens = logits.shape[0]
-    assert tokens == into.tokens, f"{tokens} tokens, a dispatch of {into.tokens}"
-    if tokens > FUSED_TOKENS:
-        route(
-            logits, routing, correction=correction, rows=rows, spare=spare,
-            experts=into.experts, weights=into.weights, with_pdl=with_pdl,
-        )  # fmt: skip
-        dispatch(routing, into, tally=tally, with_pdl=with_pdl)
-        return
-    check_logits(logits, routing, correction, rows)
-    check_dispatch(into, routing, tally)
-    padded = power_of_two(max(1, tokens))
-    launch(route_dispatch_kernel, (routing.total,),
-        logits, logits if correction is None else correction,
-        into.experts if rows is None else rows,
-        into.experts, into.weights, into.order, into.tile_experts,
-        into.experts if tally is None else tally, tokens, spare, into.tiles,
-        **constants(routing, correction, rows), BT=padded,
-        BINS=power_of_two(routing.total), BM=into.tile_rows, BF=128,
-        TALLY=tally is not None, num_warps=min(8, max(1, padded // 2)), **pdl.options(with_pdl),
+    """`router.route` and `dispatch`. The fewest tokens have one launch: see `route_few`."""
+    assert logits.shape[0] == into.tokens, f"{logits.shape[0]} tokens, a dispatch of {into.tokens}"
+    route(
+        logits, routing, correction=correction, rows=rows, spare=spare,
+        experts=into.experts, weights=into.weights, with_pdl=with_pdl,
     )  # fmt: skip
+    dispatch(routing, into, tally=tally, with_pdl=with_pdl)
 
 
 def dispatch(
@@ -393,7 +309,7 @@ def dispatch(
             EP=bins, CP=most, BA=_ITEMS, num_warps=8, **common, **pdl.options(with_pdl),
         )  # fmt: skip
         return
-    block = min(_ITEMS, power_of_two(max(16, items)))
+    block = min(_ITEMS, power_of_two(max(256, items)))  # few sizes: each is compiled
     launch(dispatch_kernel, (routing.total,),
         into.experts, into.order, into.tile_experts, into.experts if tally is None else tally,
         items, into.tiles,

@@ -19,8 +19,7 @@ from headrace.kernels.product import Workspace
 from headrace.kernels.router import Routing, choose, constants, living
 from headrace.kernels.shapes import cdiv, check_output, power_of_two
 
-FEW_TOKENS = 16  # one program chooses for all of them
-_BUCKETS = (4, FEW_TOKENS)  # tokens, padded: each is a kernel of its own
+FEW_TOKENS = 4  # one program chooses for all of them
 _ROWS = 16  # of the router's matrix, a program
 _FILLED = 1024  # entries that are emptied in one turn
 
@@ -212,10 +211,9 @@ def route_few(
     if rows is not None:
         assert rows.shape == (tokens,), "a row a token"
         assert rows.dtype == torch.int32, "rows are int32"
-    padded = next(size for size in _BUCKETS if tokens <= size)
     columns = min(power_of_two(max(16, k)), 512 if x.element_size() == 2 else 128)
     split, experts_padded = cdiv(k, columns), power_of_two(count)
-    assert split * FEW_TOKENS * experts_padded <= workspace.partials.numel(), "no room for parts"
+    assert split * 16 * experts_padded <= workspace.partials.numel(), "no room for parts"
     launch(route_few_kernel, (cdiv(count, _ROWS), split),
         x, weight, x if bias is None else bias, x if correction is None else correction,
         into.experts if rows is None else rows,
@@ -223,9 +221,9 @@ def route_few(
         into.experts, into.weights, into.order, into.tile_experts,
         into.experts if tally is None else tally,
         tokens, spare, into.tiles, K=k, SPLIT=split, BIAS=bias is not None,
-        **constants(routing, correction, rows), BT=padded, BX=max(16, padded),
+        **constants(routing, correction, rows), BT=FEW_TOKENS, BX=16,
         BN=_ROWS, BK=columns, BM=into.tile_rows, BF=_FILLED, TALLY=tally is not None,
-        num_warps=4 if padded <= 4 else 8, **pdl.options(with_pdl),
+        num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
 
 

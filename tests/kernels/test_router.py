@@ -7,7 +7,6 @@ import torch
 
 from headrace.kernels import pdl
 from headrace.kernels.dispatch import (
-    FUSED_TOKENS,
     Dispatch,
     DispatchScratch,
     dispatch,
@@ -71,7 +70,7 @@ def check_order(into: Dispatch, routing: Routing, tally: torch.Tensor) -> None:
     ("name", "tokens"),
     [
         *(("softmax", 1), ("plain", 5), ("scaled", 3), ("groups", 5), ("pairs", 2)),
-        *(("sigmoid", 5), ("pairs", FUSED_TOKENS + 1)),
+        *(("sigmoid", 5), ("pairs", 17)),
     ],
 )
 def test_routing(name: str, tokens: int, device: torch.device) -> None:
@@ -132,7 +131,7 @@ def check_few(
 ) -> None:
     """Integers that every sum holds exactly, so that no choice hangs on rounding."""
     rng = torch.Generator().manual_seed(tokens)
-    hidden, spare = 600 if tokens < 5 else 72, 3  # several programs share a row, or one has it
+    hidden, spare = 600 if tokens < 3 else 72, 3  # several programs share a row, or one has it
     x = torch.randint(-3, 4, (tokens, hidden), generator=rng) / 128
     weight = torch.randint(-3, 4, (routing.experts, hidden), generator=rng).float()
     weight += torch.arange(routing.experts)[:, None] / 64  # hardly two logits alike
@@ -164,14 +163,14 @@ def check_few(
 
 @pytest.mark.parametrize(
     ("name", "tokens", "tile_rows"),
-    [("softmax", 1, 16), ("plain", 5, 2), ("groups", 3, 16), ("pairs", FEW_TOKENS, 16)],
+    [("softmax", 1, 16), ("plain", FEW_TOKENS, 2), ("groups", 3, 16), ("pairs", 2, 16)],
 )
 def test_few(name: str, tokens: int, tile_rows: int, device: torch.device) -> None:
     check_few(ROUTINGS[name], tokens, tile_rows, device, biased=name != "groups")
 
 
 @pytest.mark.skipif(not CUDA, reason="sizes of real models, on a GPU")
-@pytest.mark.parametrize("tokens", [1, 4, 13, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_few_of_real_models(tokens: int, device: torch.device) -> None:
     for routing in (Routing(128, 8), Routing(64, 6, renormalise=False, shared=2)):
         check_few(routing, tokens, 16, device)
