@@ -249,7 +249,7 @@ class BlockNote(msgspec.Struct, frozen=True, array_like=True):
 class StageView(msgspec.Struct, frozen=True, array_like=True):
     """What a stage of sampling left: values [len(ids)] of the likeliest tokens, falling."""
 
-    name: str  # see `observe` of the stages: docs/recording.md
+    name: str  # docs/recording.md has them
     kept: int  # tokens that may still be drawn; -1 = not counted
     ids: list[int]
     values: list[float]  # logits; of "softmax" probabilities

@@ -161,6 +161,7 @@ class Engine:
         Needs: not `has_work`. Whoever never calls it loses no token.
         """
         assert not self.has_work, "idle, but there is work"
+        self._recorder.idle(self._clock())
         return self.runner.idle()
 
     def _step_plain(self) -> None:

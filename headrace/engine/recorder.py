@@ -88,6 +88,11 @@ class Recorder:
             self.active = True
             self._kv.evicted = []
 
+    def idle(self, now: float) -> None:
+        """The engine has nothing to do: nobody watches any more, for all that is known."""
+        if self.active and not self._records and now > self._until_s:
+            self._rest()
+
     def _rest(self) -> None:
         self.active = False
         self._kv.evicted = None

@@ -190,6 +190,19 @@ def test_steps_are_kept_only_while_somebody_looks(overlap: bool) -> None:
     rig.check_tokens()
 
 
+def test_an_idle_engine_forgets_the_steps() -> None:
+    rig = Rig()
+    rig.engine.look(0, Look())
+    rig.submit(5, 3)
+    rig.run()
+    recorder = rig.engine.registry.recorder
+    rig.engine.idle()
+    assert recorder.active, "somebody may look again"
+    rig.clock.now += WATCHED_S + 0.1
+    rig.engine.idle()
+    assert not recorder.active
+
+
 def test_two_looks_in_a_turn_lose_no_states() -> None:
     rig = Rig()
     watcher = Watcher(rig)

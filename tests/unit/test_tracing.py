@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.record import Record
 from headrace.api.spans import begin_trace, end_trace
 from headrace.config import load
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, SetupError
 from headrace.observe import tracing
 from headrace.observe.trace_context import TraceContext, trace_context
 from headrace.observe.tracing import Tracer
@@ -121,7 +122,7 @@ def test_a_request_and_its_stages() -> None:
     assert wanted.items() <= root.attributes.items()
     assert root.attributes["gen_ai.latency.time_to_first_token"] == pytest.approx(0.5)
     assert spans["prefill"].attributes == {"headrace.stage": 6}
-    assert count(registry, "exported") == 7
+    assert count(registry, "exported") == 7  # `close` waits for the last answer
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,12 @@ def test_a_collector_that_is_not_there_is_counted(
     tracer.close()
     said = [entry.getMessage() for entry in caplog.records if "does not take" in entry.message]
     assert said == ["http://127.0.0.1:9/v1/traces does not take spans"]  # once
+
+
+def test_without_the_extra_the_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(SetupError, match=r"headrace\[tracing\]"):
+        tracing.check_installed()
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "ftp://x", "http://", "http://a b"])
