@@ -153,6 +153,9 @@ class Subscription:
         first = self.feed.wants
         self.feed.asked(time.monotonic())
         self._ask = self._socket(zmq.DEALER)
-        self._ask.connect(self.source.replay_endpoint)
-        self._ask.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+        try:
+            self._ask.connect(self.source.replay_endpoint)
+            self._ask.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the feed will miss its answer, and ask again
+            log.error("no replay of KV events from %s: %s", self.source.replay_endpoint, error)
         self._soon()

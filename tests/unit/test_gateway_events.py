@@ -524,3 +524,26 @@ async def test_a_subscription_follows_a_publisher_through_its_restart(encoding: 
             line.close()
             made.stop()
             context.term()
+
+
+async def test_addresses_that_are_none() -> None:
+    """Of a subscription: refused at once. Of replays: they never come, and live batches do."""
+    index = BlockIndex(2**20)
+    index.add_worker("w")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="hr") as folder:
+        place = Place(folder)
+        made = place.publisher()
+        feed = Feed(index, "w", replays=True, now_s=0.0)
+        with pytest.raises(zmq.ZMQError):
+            Subscription(context, EventSource(endpoint="tcp://nowhere"), feed)
+        source = EventSource(endpoint=place.endpoint, replay_endpoint="tcp://nowhere")
+        line = Subscription(context, source, feed)
+        try:
+            line.tick()
+            line.doubt()
+            assert feed.state == "fallback"
+        finally:
+            line.close()
+            made.stop()
+            context.term()
