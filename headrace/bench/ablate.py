@@ -15,7 +15,7 @@ from headrace.bench.figure import COLOURS, drawn
 from headrace.bench.load import Target, first_model, run_loop
 from headrace.bench.measure import Meter
 from headrace.bench.stats import Level, Shape, Summary
-from headrace.bench.techniques import Fixed, Row
+from headrace.bench.techniques import Fixed, Row, arguments
 from headrace.bench.workload import Workload
 
 Start = Callable[[Row], AbstractContextManager[str]]  # a server of a row -> its URL
@@ -23,13 +23,13 @@ Start = Callable[[Row], AbstractContextManager[str]]  # a server of a row -> its
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """A row and what it did. `times_before`, `times_first`: tokens a second over those of the row
-    before it, and of the first."""
+    with one technique less, None where that was not measured; and of the first."""
 
     name: str
     what: str
     settings: dict[str, Any]
     level: Level
-    times_before: float
+    times_before: float | None
     times_first: float
 
 
@@ -60,18 +60,19 @@ def measure_rows(
     Raises SetupError where a server does not start, EngineError where requests fail.
     """
     done: list[Measured] = []
+    rates: dict[int, float] = {}
     for row in rows:
         with start(row) as url:
             level = run_loop(_level(url, load, concurrency, rounds))
-        rate = level.output_tokens_per_s
-        before = done[-1].level.output_tokens_per_s if done else rate
+        rates[row.number] = rate = level.output_tokens_per_s
+        before = rates.get(row.number - 1)
         first = done[0].level.output_tokens_per_s if done else rate
         measured = Measured(
             name=row.name,
             what=row.what,
             settings=row.settings,
             level=level,
-            times_before=rate / before,
+            times_before=None if before is None else rate / before,
             times_first=rate / first,
         )
         done.append(measured)
@@ -108,7 +109,7 @@ def cells(row: Measured) -> list[str]:
     return [
         row.name + (f" ({failed} of {level.requests} requests failed)" if failed else ""),
         f"{level.output_tokens_per_s:.1f}",
-        f"{row.times_before:.2f}",
+        "-" if row.times_before is None else f"{row.times_before:.2f}",
         f"{row.times_first:.2f}",
         _ms(level.ttft_s),
         _ms(level.itl_s),
@@ -136,7 +137,10 @@ def markdown(ablation: Ablation) -> str:
     )
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in ablation.rows]
-    notes = [f"- **{row.name}**: {row.what}" for row in ablation.rows]
+    notes = [
+        f"- **{row.name}**: {row.what} (`{' '.join(arguments(row.settings))}`)"
+        for row in ablation.rows
+    ]
     notes += [f"- **{one.name}**: not measured; {one.why}" for one in ablation.fixed]
     return head + "\n".join([*lines, "", *notes]) + "\n"
 
@@ -166,9 +170,10 @@ def plot(ablation: Ablation, stem: Path) -> None:
         axis.invert_yaxis()
         axis.grid(visible=False, axis="y")
         for place, row, rate in zip(places, rows, rates, strict=True):
-            times = f"x{row.times_before:.2f}, x{row.times_first:.2f} in all" if place else ""
+            before = "" if row.times_before is None else f"x{row.times_before:.2f}, "
+            times = f"{before}x{row.times_first:.2f} in all" if place else ""
             axis.annotate(
-                f" {rate:.0f}  {times}", (rate, place), va="center", annotation_clip=False
+                f" {rate:.3g}  {times}", (rate, place), va="center", annotation_clip=False
             )
         axis.set_xlim(0, max(rates) * 1.25)
         axis.set_xlabel("output tokens / s")

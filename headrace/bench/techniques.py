@@ -115,8 +115,9 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One server of an ablation."""
+    """One server of an ablation; `number`: techniques that are on."""
 
+    number: int
     name: str
     what: str
     settings: dict[str, Any]
@@ -143,7 +144,7 @@ def rows_of(
         first = "nothing of it" if count == 0 else ""
         if any("engine" in one.off[backend] for one in off):  # it has no other settings
             settings: dict[str, Any] = {"engine": "naive", "max_model_len": load.max_model_len}
-            rows.append(Row(NAIVE, "one transformers generate() at a time", settings))
+            rows.append(Row(count, NAIVE, "one transformers generate() at a time", settings))
             continue
         settings = load.base()
         for one in on:
@@ -154,7 +155,7 @@ def rows_of(
                 settings |= load.unpaged()
         name = first or mine[count - 1].name
         what = "all that follows is off" if first else mine[count - 1].what
-        rows.append(Row(name, what, settings))
+        rows.append(Row(count, name, what, settings))
     return rows, fixed
 
 

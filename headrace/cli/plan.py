@@ -171,13 +171,13 @@ def _decode(plan: Plan) -> Table:
     columns = "context", "batch", "step ms", "tokens/s", "each", "bound by", "FLOPs/byte"
     table = _table("decode, at best:", *columns, *_price_column(plan))
     for one in plan.decode:
-        each = f"{1 / one.limit.seconds:.4g}"
+        each = _number(1 / one.limit.seconds)
         table.add_row(
             "" if one.fits else "does not fit",
             f"{one.context}",
             f"{one.batch}",
             *_step(one.limit),
-            f"{one.tokens_per_s:.4g}",
+            _number(one.tokens_per_s),
             each,
             *_why(one.limit),
             *_price(one.cost_per_million),
@@ -193,7 +193,7 @@ def _prefill(plan: Plan) -> Table:
             "" if one.fits else "does not fit",
             f"{one.tokens}",
             *_step(one.limit),
-            f"{one.tokens_per_s:.4g}",
+            _number(one.tokens_per_s),
             *_why(one.limit),
             *_price(one.cost_per_million),
         )
@@ -203,17 +203,17 @@ def _prefill(plan: Plan) -> Table:
 def _measured(beside: list[Beside]) -> Table:
     table = _table("measured:", "requests", "tokens", "limit ms", "measured ms", "limit/measured")
     for one in beside:
-        times = f"{one.limit_s * 1e3:.4g}", f"{one.measured_s * 1e3:.4g}"
+        times = _number(one.limit_s * 1e3), _number(one.measured_s * 1e3)
         table.add_row(one.kind, f"{one.batch}", f"{one.tokens}", *times, f"{one.share:.0%}")
     return table
 
 
 def _step(limit: Limit) -> tuple[str]:
-    return (f"{limit.seconds * 1e3:.4g}",)
+    return (_number(limit.seconds * 1e3),)
 
 
 def _why(limit: Limit) -> tuple[str, str]:
-    return limit.bound, f"{limit.flops_per_byte:.3g}"
+    return limit.bound, _number(limit.flops_per_byte)
 
 
 def _price_column(plan: Plan) -> list[str]:
@@ -221,7 +221,11 @@ def _price_column(plan: Plan) -> list[str]:
 
 
 def _price(cost: float | None) -> list[str]:
-    return [] if cost is None else [f"{cost:.4g}"]
+    return [] if cost is None else [_number(cost)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
 def _gb(size_bytes: float) -> str:
