@@ -17,9 +17,9 @@ PROMPTS = 3  # of those that are measured alone
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """`decode`: the median gap between two tokens while `batch` answers stream; `tokens` is how
-    many each has behind it on average. `prefill`: the median time to the first token of a prompt
-    of `tokens`, alone."""
+    """`decode`: the time of an output token behind the first (TPOT), the median of `batch` answers
+    that stream at once; `tokens` is how many each has behind it on average. `prefill`: the median
+    time to the first token of a prompt of `tokens`, alone."""
 
     kind: str
     batch: int
@@ -40,7 +40,9 @@ async def measure_beside(
         )
         level = await _level(target, load, batch)
         behind = level.prompt_tokens / level.requests + output_tokens / 2
-        found.append(Seen("decode", batch, round(behind), _median(level.itl_s, "gap").p50))
+        found.append(
+            Seen("decode", batch, round(behind), _median(level.tpot_s, "second token").p50)
+        )
     load = Workload(requests=PROMPTS, prompt_tokens=prompt_tokens, max_tokens=1, nonce=nonce)
     level = await _level(target, load, 1)
     tokens = round(level.prompt_tokens / level.requests)
