@@ -16,6 +16,7 @@ from headrace.gateway.settings import GatewaySettings
 from headrace.messages import KernelsInfo
 from headrace.observe.aliases import ALIASES
 from headrace.observe.metrics import ApiMetrics, EngineMetrics
+from headrace.observe.span_outlet import Books
 from headrace.observe.telemetry import DeviceMetrics, HostMetrics, TokenEnergy
 from headrace.stages import STAGES
 
@@ -53,6 +54,7 @@ def exported() -> dict[str, Family]:
     HostMetrics(registry)
     DeviceMetrics(registry)
     TokenEnergy(registry)
+    Books(1, registry)
     found = families(registry)
     for alias in ALIASES:
         kind = next(found[x] for x in (alias.source, f"{alias.source}_total") if x in found)
