@@ -290,7 +290,6 @@ def test_of_several_processes_one_is_killed_and_another_takes_its_place(mortal: 
             reader.start()
         for begin in begins:
             assert begin.wait(PATIENCE_S)
-        assert gateway.workers()[mortal.url]["requests"] == 12  # of both, whoever is asked
         os.kill(min(before), signal.SIGKILL)
         with Load(gateway.port, 2) as load:
             load.wait(10)  # the other serves on
