@@ -138,10 +138,16 @@ async def memory(router: Running, count: int, row: Row) -> None:
         row[name] = router.rss_mib()
 
 
-def measure(router: Router, workers: list[str], scale: float, peers: Path, folder: Path) -> Row:
-    """One round of one router."""
+def measure(
+    router: Router,
+    workers: list[str],
+    direct: dict[str, Figures],
+    scale: float,
+    peers: Path,
+    folder: Path,
+) -> Row:
+    """One round of one router. direct: the same loads without it."""
     row: Row = {}
-    direct = uvloop.run(loads(int(workers[0].rpartition(":")[2]), scale))
     with running(router, workers, peers, folder) as process:
         added(row, uvloop.run(costs(process, scale, row)), direct)
         row["busiest_share"] = uvloop.run(evenness(process, workers, int(300 * scale)))
@@ -182,8 +188,9 @@ def main() -> None:
     rounds: dict[str, list[Row]] = {router.label: [] for router in chosen}
     with tempfile.TemporaryDirectory() as name, mocks(2, Path(name)) as workers:
         for _ in range(asked.rounds):
+            direct = uvloop.run(loads(int(workers[0].rpartition(":")[2]), asked.scale))
             for router in chosen:
-                row = measure(router, workers, asked.scale, asked.peers, Path(name))
+                row = measure(router, workers, direct, asked.scale, asked.peers, Path(name))
                 rounds[router.label].append(row)
                 print(router.label, {k: round(v, 4) for k, v in row.items()}, flush=True)
     rows = {
