@@ -50,11 +50,13 @@ class Temperature:
 
     def apply(self, logits: Grid, columns: Columns) -> Grid:
         logits -= logits.max(-1, keepdims=True)
-        logits /= columns.temperature[:, None]
+        if (columns.temperature != 1.0).any():
+            logits /= columns.temperature[:, None]
         return logits
 
 
 _ROWS_AT_ONCE = 8  # their float64 logits stay in the cache; rows do not touch each other
+_STRETCH = 512  # weights
 
 STAGES: tuple[Stage, ...] = (Temperature(), TopNSigma(), TopK(), TopP(), MinP(), TypicalP())
 NO_TOKEN = -1
@@ -187,21 +189,35 @@ def inverse_cdf(logits: Grid, u: Row) -> Ids:
     The first token whose cumulative weight exceeds u times the total: never one of weight 0.
     """
     if len(logits) > _ROWS_AT_ONCE:
-        return _tokens_at(logits, u)
-    tokens = np.empty(len(logits), np.int64)
-    for i, row in enumerate(logits):
-        # Tokens of weight 0 change no sum: a row with few others need not look at them.
-        stay = np.flatnonzero(row > -np.inf)
-        if stay.size * 4 < row.size:
-            tokens[i] = stay[_tokens_at(row[None, stay], u[i : i + 1])[0]]
-        else:
-            tokens[i] = _tokens_at(row[None], u[i : i + 1])[0]
-    return tokens
+        cumulative = np.exp(logits - logits.max(-1, keepdims=True)).cumsum(-1)
+        targets = _target(u, cumulative[:, -1])
+        tokens: Ids = np.count_nonzero(cumulative <= targets[:, None], axis=-1)
+        return tokens
+    return np.array([_token_at(*row) for row in zip(logits, u, strict=True)], np.int64)
 
 
-def _tokens_at(logits: Grid, u: Row) -> Ids:
-    cumulative = np.exp(logits - logits.max(-1, keepdims=True)).cumsum(-1)
-    total = cumulative[:, -1]
-    below = np.nextafter(total, 0.0)  # u * total may round up to total
-    tokens: Ids = np.count_nonzero(cumulative <= np.minimum(u * total, below)[:, None], axis=-1)
-    return tokens
+def _target(u: Row, total: Row) -> Row:
+    """What a running sum must exceed: u * total may round up to total."""
+    return np.minimum(u * total, np.nextafter(total, 0.0))
+
+
+def _token_at(row: Row, u: np.float64) -> int:
+    """The same of one row. A running sum over a vocabulary would take longer than all else, so
+    stretches are summed first: the token is another one only where u * total is nearer to a
+    boundary than float64 can tell."""
+    ids = None
+    stay = row > -np.inf
+    if np.count_nonzero(stay) * 4 < row.size:  # tokens of weight 0 change no sum
+        ids = np.flatnonzero(stay)
+        row = row[ids]
+    weights = np.exp(row - row.max())
+    ends = np.add.reduceat(weights, np.arange(0, weights.size, _STRETCH)).cumsum()
+    target = _target(u, ends[-1])
+    at = int(np.searchsorted(ends, target, side="right"))
+    some = weights[at * _STRETCH : (at + 1) * _STRETCH]
+    sums = (ends[at - 1] if at else 0.0) + some.cumsum()
+    place = int(np.searchsorted(sums, target, side="right"))
+    if place == sums.size:  # the stretch's own sum was rounded up
+        place = int(np.flatnonzero(some)[-1])
+    place += at * _STRETCH
+    return place if ids is None else int(ids[place])

@@ -21,6 +21,11 @@ _FEW = 4096  # candidates that top-p looks at alone
 _CERTAIN = 1.0 - 1e-9  # a sum of float64 over a vocabulary is off by less
 
 
+def sums_of(weights: Grid) -> Row:
+    """Of each row, in an order that does not depend on how many there are."""
+    return np.array([row.sum() for row in weights])
+
+
 def _keep(row: Row, ids: Ids) -> None:
     """All others become -inf, in place."""
     kept = row[ids]
@@ -98,8 +103,7 @@ class TopP:
 
     def apply(self, logits: Grid, columns: Columns) -> Grid:
         weights = np.exp(logits - logits.max(-1, keepdims=True))
-        # cumsum, not sum: one after another, as the draw adds them up.
-        totals = weights.cumsum(-1)[:, -1]
+        totals = sums_of(weights)
         wanted = columns.top_p * totals
         floors = (totals - wanted) * (0.5 / logits.shape[1])
         for i in range(len(logits)):
@@ -162,10 +166,10 @@ class TypicalP:
         gone = logits == -np.inf
         shifted = logits - logits.max(-1, keepdims=True)
         weights = np.exp(shifted)
-        totals = weights.cumsum(-1)[:, -1]
+        totals = sums_of(weights)
         log_p = shifted - np.log(totals)[:, None]
         log_p[gone] = 0.0  # of weight 0, where the product below would be no number
-        surprise = (log_p * weights).cumsum(-1)[:, -1] / totals
+        surprise = sums_of(log_p * weights) / totals
         keys = -np.abs(log_p - surprise[:, None])
         keys[gone] = -np.inf
         return keep_until(keys, weights, columns.typical_p * totals, logits)

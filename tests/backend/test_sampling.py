@@ -16,7 +16,7 @@ from headrace.sampling.params import Columns
 from headrace.sampling.pipeline import STAGES, Logits, inverse_cdf, run_stages, sample
 from headrace.sampling.rng import philox, uniform, uniform_reference
 from headrace.sampling.shaping import Grid
-from headrace.sampling.truncation import TopP, keep_largest, keep_until
+from headrace.sampling.truncation import TopP, keep_largest, keep_until, sums_of
 
 Row = tuple[Sampling, int, int]
 
@@ -182,7 +182,7 @@ def test_candidates_alone_give_what_the_whole_vocabulary_gives(spread: float, p:
     logits = rng.normal(0, spread, (6, 9001)).round(1)
     columns = Columns.of([(Sampling(top_p=p, seed=s), 0, 1) for s in range(6)])
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    wanted = columns.top_p * weights.cumsum(-1)[:, -1]
+    wanted = columns.top_p * sums_of(weights)
     whole = keep_until(logits, weights, wanted, logits.copy())
     few = TopP().apply(logits.copy(), columns)
     assert np.array_equal(few, whole)
