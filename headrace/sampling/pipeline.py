@@ -8,7 +8,7 @@ logit. `reference` has the definition of every stage.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -196,7 +196,7 @@ def inverse_cdf(logits: Grid, u: Row) -> Ids:
     return np.array([_token_at(*row) for row in zip(logits, u, strict=True)], np.int64)
 
 
-def _target(u: Row, total: Row) -> Row:
+def _target(u: Row | np.float64, total: Row | np.float64) -> Any:
     """What a running sum must exceed: u * total may round up to total."""
     return np.minimum(u * total, np.nextafter(total, 0.0))
 
