@@ -1,7 +1,7 @@
 """Chooses the kernels of decode by the time of a whole step on the card it runs on.
 
     scripts/tune_step --bucket 16 [--layers 16] [--shape qwen2.5-14b] [--budget-s 110]
-                      [--like "NVIDIA H100 80GB HBM3"]
+                      [--like "NVIDIA H100 80GB HBM3"] [--kinds out,qkv]
     scripts/tune_step --merge step-16.json step-32.json ...     (no GPU: into the package's file)
 
 Builds the model as the server does (random weights), captures the graph of a decode step and times

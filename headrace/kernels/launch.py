@@ -53,7 +53,7 @@ _counts = _Counts()
 
 
 def compiled() -> int:
-    """Kernels that this process has compiled so far: a second or so each."""
+    """Kernels that this process, or a child of it, has compiled so far: a second or so each."""
     return _counts.compiled
 
 

@@ -29,6 +29,7 @@ SPLIT = Config(block_n=16, block_k=16, warps=1, stages=2, split_k=3)
 WIDE = Config(block_n=32, block_k=64, warps=4, stages=3, prefetch_bytes=16384)
 EARLY = dataclasses.replace(PLAIN, stages=3, early=True)
 EARLY_SPLIT = dataclasses.replace(SPLIT, early=True)
+STAGGERED = dataclasses.replace(SPLIT, stagger=True)
 CASES = [  # m, N, K
     pytest.param(1, 48, 64, EARLY, id="one-token-early"),
     pytest.param(16, 40, 16, EARLY, id="one-turn-early"),
@@ -36,6 +37,7 @@ CASES = [  # m, N, K
     pytest.param(70, 33, 48, EARLY, id="128-tokens-early"),
     pytest.param(1, 48, 64, PLAIN, id="one-token"),
     pytest.param(3, 37, 53, SPLIT, id="odd-split"),
+    pytest.param(3, 37, 101, STAGGERED, id="odd-split-staggered"),
     pytest.param(5, 37, 53, WIDE, id="odd-wide"),
     pytest.param(16, 16, 96, SPLIT, id="even-split"),
     pytest.param(16, 32, 128, WIDE, id="even-wide"),

@@ -41,6 +41,9 @@ def test_measured_default_and_library(tmp_path: Path) -> None:
     assert choose("qkv", 32, 7168, 5120, "Card X-1", folder=tmp_path) == default(32, 7168, 5120)
     assert choose("out", 1, 7168, 5120, "Card X-1", folder=tmp_path) == default(1, 7168, 5120)
     assert choose("qkv", 1, 7168, 5120, "Card Y", folder=tmp_path) is None, "an unknown card"
+    heads = of_heads(1, 1024, 512, 128)
+    assert choose("qkv", 1, 1024, 512, "Card X-1", normed_head=128, folder=tmp_path) == heads
+    assert choose("out", 1, 1024, 512, "Card X-1", normed_head=128, folder=tmp_path) != heads
 
 
 def test_beyond_these_kernels_the_library() -> None:
