@@ -124,8 +124,8 @@ class Feed:
         if self._skip:
             self.wants = 0
             return
-        for number in [n for n in self._held if asked <= n < self._next]:
-            self._drop(number)  # the answer had them
+        for number in [n for n in self._held if n < self._next]:
+            self._drop(number)  # they were applied before, or by the answer
 
     def work(self, now_s: float) -> bool:
         """Apply one batch that was held back. False: there is none, or it has to wait on."""
@@ -201,8 +201,11 @@ class Feed:
             if self._recent.get(number) == made:
                 self.counts["again"] += 1
                 return
+            if self._replays:  # late, or of another run: the worker will say, and send it again
+                self._sure = False
+                self._ask()
+                return
             self._restart()
-            final = final and not self._replays
         if number > self._next and not final:
             self._gap = True
             self._gap_s = now_s
