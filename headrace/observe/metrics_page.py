@@ -23,7 +23,7 @@ from typing import NamedTuple
 from headrace.observe.aliases import BY_SOURCE
 
 _CHUNK = 256  # slots that are compared at once
-_INTEGER, _DOUBLE = struct.Struct("i"), struct.Struct("d")
+_INTEGER = struct.Struct("i")
 _COMBINE: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "min": min, "max": max}
 
 Labels = tuple[tuple[str, str], ...]  # sorted by name
@@ -55,6 +55,8 @@ class _Chunk:
         self.bounds: list[float] = []  # of a histogram, by slot; of its sum NaN
         self.series: list[_Series] = []  # by slot
         self.values: tuple[float, ...] = ()
+        self.stamps: tuple[float, ...] = ()  # of gauges: when each was set, 0 = never
+        self._old_stamps: tuple[float, ...] = ()
         self._reader: struct.Struct | None = None
 
     def add(self, offset: int, series: _Series, bound: float) -> None:
@@ -69,9 +71,13 @@ class _Chunk:
         if self._reader is None:
             dirty.update(self.series)
             gaps = zip(self.offsets[1:], self.offsets, strict=False)
-            pads = "".join([f"{after - before - 8}xd" for after, before in gaps])
-            self._reader = struct.Struct(f"=d{pads}")
+            entry = "dd" if self.file.kind == "gauge" else "d8x"  # a value and its time
+            pads = "".join([f"{after - before - 16}x{entry}" for after, before in gaps])
+            self._reader = struct.Struct(f"={entry}{pads}")
         now = self._reader.unpack_from(self.file.map, self.offsets[0])
+        if self.file.kind == "gauge":  # the newest counts: its time is a part of its value
+            self.stamps, now = now[1::2], now[::2]
+            dirty.update([self.series[i] for i in self._restamped()])
         if now != self.values:
             if self.file.kind == "histogram":
                 dirty.add(self.series[0])
@@ -80,10 +86,11 @@ class _Chunk:
                 dirty.update([series for new, old, series in pairs if new != old])
             self.values = now
 
-    def stamp(self, at: int) -> float:
-        """When the value was set; 0 = never."""
-        stamp: float = _DOUBLE.unpack_from(self.file.map, self.offsets[at] + 8)[0]
-        return stamp
+    def _restamped(self) -> list[int]:
+        """Slots that were set since the last call, be it to the same value."""
+        old, self._old_stamps = self._old_stamps, self.stamps
+        pairs = enumerate(zip(self.stamps, old, strict=False))
+        return [i for i, (new, before) in pairs if new != before]
 
 
 class _File:
@@ -148,7 +155,8 @@ class _Series:
         if len(values) == 1:
             return values[0]
         if self.mode == "mostrecent":
-            return max(zip([c.stamp(at) for c, at in self.slots], values, strict=True))[1]
+            stamps = [chunk.stamps[at] for chunk, at in self.slots]
+            return max(zip(stamps, values, strict=True))[1]
         return _COMBINE[self.mode](values)
 
     def counts(self) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
@@ -102,7 +102,11 @@ WRITES = st.lists(
 )
 
 
+SAME: tuple[str, str, dict[str, str], float] = ("gauge_livemostrecent", "a", {}, 1.0)
+
+
 @given(rounds=st.lists(st.tuples(st.integers(1, 3), WRITES), min_size=1, max_size=4))
+@example(rounds=[(2, [SAME]), (1, [("gauge_livemostrecent", "a", {}, 0.0)]), (2, [SAME])])
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
