@@ -428,7 +428,7 @@ def test_the_index_is_bounded_and_full_is_degraded() -> None:
 
 
 def test_memory_of_blocks_is_within_the_budget() -> None:
-    most = 4000
+    most = 1500
     index = BlockIndex(most * BLOCK_BYTES)
     for name in ("a", "b"):
         index.add_worker(name)
