@@ -29,15 +29,24 @@ GPU = {  # what telemetry says of it each second: field -> metric
     "joules_per_token": "headrace_joules_per_token",
 }
 PATIENCE_S = 5.0  # with the engine, whose step may be a long one
+LOST_S = 1.0  # a look that nothing came of for so long is sent again
 
 
 class Live:
-    """Asks the engine for views. One event loop."""
+    """Asks the engine for views. One event loop.
+
+    However many watch, the engine is asked for one view at a time, and an event is made once.
+    """
 
     def __init__(self, client: EngineClient, reading: Callable[[str], Reading | None]) -> None:
         self._client, self._reading = client, reading
         client.on_view = self._heard
         self._waiting: list[tuple[bool, asyncio.Future[View]]] = []  # (wants states, who)
+        self._asked_s: dict[bool, float] = {}  # (wants states) -> when the engine was asked last
+        self._making = asyncio.Lock()
+        self._event, self._made_s = b"", 0.0  # the newest
+        self._before: View | None = None  # what it shows
+        self._use = EngineUse()
 
     def _heard(self, view: View) -> None:
         waiting, self._waiting = self._waiting, []
@@ -52,7 +61,7 @@ class Live:
         self._client.require()
         future: asyncio.Future[View] = asyncio.get_running_loop().create_future()
         self._waiting.append((states, future))
-        self._client.look(states=states)
+        self._look(states)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await future
@@ -61,21 +70,38 @@ class Live:
         finally:
             self._waiting = [one for one in self._waiting if one[1] is not future]
 
+    def _look(self, states: bool) -> None:
+        """Ask for who came last, unless an answer for others is on its way."""
+        now_s = time.monotonic()
+        others = any(wants == states for wants, _ in self._waiting[:-1])
+        if not others or now_s - self._asked_s[states] > LOST_S:
+            self._asked_s[states] = now_s
+            self._client.look(states=states)
+
     async def events(self, stopped: Callable[[], bool]) -> AsyncIterator[bytes]:
         """Server-sent events, two a second, until `stopped`."""
-        before: View | None = None
-        use = EngineUse()
         while not stopped():
             with suppress(HeadraceError):  # it loads, or is gone and may come back
-                view = await self.view()
-                info = self._client.info
-                device = use.read(self._client.engine_pid)
-                if info is not None and info.device_uuid:
-                    device |= await asyncio.to_thread(gpu_now, self._reading)
-                fleet = fleet_json(view, before, info, device)
-                before = view
-                yield b"data: " + msgspec.json.encode(fleet) + b"\n\n"
+                yield await self._newest()
             await asyncio.sleep(PERIOD_S)
+
+    async def _newest(self) -> bytes:
+        """An event that is younger than half a period, made for whoever wants it first."""
+        async with self._making:
+            age_s = time.monotonic() - self._made_s
+            if self._event and age_s < PERIOD_S / 2:
+                return self._event
+            if age_s > PATIENCE_S:  # nobody watched: no rates over all that time
+                self._before, self._use = None, EngineUse()
+            view = await self.view()
+            info = self._client.info
+            device = self._use.read(self._client.engine_pid)
+            if info is not None and info.device_uuid:
+                device |= await asyncio.to_thread(gpu_now, self._reading)
+            fleet = fleet_json(view, self._before, info, device)
+            self._event = b"data: " + msgspec.json.encode(fleet) + b"\n\n"
+            self._before, self._made_s = view, time.monotonic()
+            return self._event
 
 
 def fleet_json(

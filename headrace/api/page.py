@@ -92,7 +92,7 @@ def check_visitor(settings: Settings, headers: Mapping[bytes, bytes]) -> None:
         )
     if not is_loopback(_name_of(headers.get(b"host", b"").decode("latin-1"))):
         raise Forbidden("without --api-key the live page is reached as localhost or 127.0.0.1")
-    if not same_origin(headers):
+    if not same_origin(headers) or _drawn_in(headers):
         raise Forbidden("a page of another origin may not see the requests of this server")
 
 
@@ -131,6 +131,13 @@ async def file(request: Request) -> Response:
 async def slash(_request: Request) -> Response:
     """From /ui/ to /ui: what the page names is relative to that."""
     return Response(status_code=308, headers={"location": "../ui"})
+
+
+def _drawn_in(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of another site loads this as a part of itself, a picture or a frame: such
+    requests name no origin. One that leads here by a link does not."""
+    foreign = headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+    return foreign and headers.get(b"sec-fetch-dest") != b"document"
 
 
 def _name_of(host: str) -> str:

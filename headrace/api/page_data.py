@@ -9,10 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from headrace.api.exchange import exchange_of
 from headrace.api.page import DATA, guarded
-from headrace.api.service import encode_json, service_of
+from headrace.api.service import Service, encode_json, service_of
 from headrace.errors import Busy, InvalidRequest, NotFound
 from headrace.observe.current import current
 from headrace.stages import STAGES
@@ -20,7 +21,11 @@ from headrace.stages import STAGES
 SHOWN = 50  # requests, where nobody says how many
 MOST_SHOWN = 1000
 MOST_WATCHERS = 16  # live streams of one HTTP process
-NO_STORE = {"cache-control": "no-store"}  # prompts of people
+NO_STORE = {
+    "cache-control": "no-store",  # prompts of people
+    "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+}
 
 
 def _json(content: Any) -> Response:
@@ -42,7 +47,8 @@ async def requests(request: Request) -> Response:
     """Light records, newest first; with API keys those of the key that asks, unless it is an
     admin's. Raises InvalidRequest."""
     given = request.query_params.get("limit", str(SHOWN))
-    if not given.isdecimal() or not 0 < int(given) <= MOST_SHOWN:
+    digits = len(str(MOST_SHOWN))
+    if not given.isdecimal() or len(given) > digits or not 0 < int(given) <= MOST_SHOWN:
         raise InvalidRequest(f"limit = {given!r:.50}: 1 to {MOST_SHOWN}", param="limit")
     return _json(await service_of(request).records.newest(int(given), _whose(request)))
 
@@ -64,17 +70,24 @@ async def live(request: Request) -> Response:
     if service.watchers >= MOST_WATCHERS:
         raise Busy(f"{MOST_WATCHERS} watch already")
     service.client.require()
+    headers = {**NO_STORE, "x-accel-buffering": "no"}
+    events = service.live.events(lambda: service.draining)
+    return _Watch(service, events, headers=headers, media_type="text/event-stream")
 
-    async def events() -> Any:
+
+class _Watch(StreamingResponse):
+    """Counts from when it is made: others that come before its first byte see it."""
+
+    def __init__(self, service: Service, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._service = service
         service.watchers += 1
-        try:
-            async for event in service.live.events(lambda: service.draining):
-                yield event
-        finally:
-            service.watchers -= 1
 
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events(), headers=headers, media_type="text/event-stream")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._service.watchers -= 1
 
 
 async def kv(request: Request) -> Response:

@@ -8,6 +8,7 @@ text. Both are written as things happen and read by whoever looks; nothing is co
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,8 @@ import msgspec
 
 MOST_TOKENS = 8192  # of the answers of one request, in a full record
 MOST_BYTES = 16 * 2**20  # of one full record
-_TOKEN_BYTES = 40  # about what is kept of one token, beside its text
+_TOKEN_BYTES = 200  # about what is kept of one token, or of its text, as Python's objects
+_ID_BYTES = 40  # of a token of a prompt
 
 
 class Caller(Protocol):
@@ -116,7 +118,7 @@ class Full:
     def prompted(self, text: str, spans: list[PromptSpan]) -> None:
         """The prompt as text."""
         self.text, self.spans = text, spans
-        self.size_bytes += len(text) + 100 * len(spans)
+        self.size_bytes += sys.getsizeof(text) + 100 * len(spans)
 
     def token(self, index: int, token: int, now_s: float) -> None:
         """See `engine.client.Watcher`."""
@@ -130,7 +132,7 @@ class Full:
 
     def wrote(self, choice: int, count: int, emitted: str, held: str, unfinished: bytes) -> None:
         """A choice's text after its first `count` tokens."""
-        size_bytes = _TOKEN_BYTES + len(emitted) + len(held)
+        size_bytes = _TOKEN_BYTES + sys.getsizeof(emitted) + sys.getsizeof(held)
         if choice < self.choices and self._room(len(self.emitted), size_bytes):
             self.emitted.append(Emitted(choice, count - 1, emitted, held, unfinished))
 
@@ -225,7 +227,7 @@ class Record:
         self._bill = bill
         if self.full is not None:
             self.full.prompt, self.full.choices = list(prompts[0]), choices
-            self.full.size_bytes += 8 * len(prompts[0])
+            self.full.size_bytes += _ID_BYTES * len(prompts[0])
             if len(prompts) > 1:
                 self.full.cut = f"of {len(prompts)} prompts the first is recorded"
 

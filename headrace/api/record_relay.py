@@ -4,7 +4,8 @@ Each process holds the records of the requests that it served. It answers the ot
 in the server's own folder, which lets nobody else in:
 
     {"op": "newest" | "find", "name": id, "count": number, "key": name of an API key}\\n  ->
-    the records as JSON, or nothing where there is none; then the end                    <-
+    the records as JSON, a space before it where that takes time, or nothing where there
+    is none; then the end                                                                <-
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from headrace.api.recorder import Recorder
 
 log = logging.getLogger("headrace.api")
 
-PATIENCE_S = 2.0  # with another process
+PATIENCE_S = 2.0  # with another process, until it says whether it has something
+WHOLE_S = 60.0  # until that is here: a long record is seconds of work
+FOUND = b" "  # it has: space before JSON
+MOST_NAME_CHARS = 128  # of a request's id; see `edge.REQUEST_ID`
 Show = Callable[[Record], dict[str, Any]]  # a whole record; from any thread
 
 
@@ -43,6 +47,7 @@ class RecordRelay:
         self._recorder, self._show, self._folder = recorder, show, folder
         self._name = f"records-{worker}.sock"
         self._server: asyncio.Server | None = None
+        self._one = asyncio.Lock()  # records are made JSON one by one: tokens go before looks
 
     async def start(self) -> None:
         """Listen for the other processes."""
@@ -66,28 +71,29 @@ class RecordRelay:
 
     async def find(self, name: str, key: str) -> bytes | None:
         """The whole record with this id, as JSON."""
+        if len(name) > MOST_NAME_CHARS:
+            return None
         asked = Asked("find", name, key=key)
-        mine = await self._whole(asked)
-        if mine:
-            return mine
+        if (mine := self._recorder.find(name, key)) is not None:
+            return await self._whole(mine)
         return next(filter(None, await self._ask_others(asked)), None)
 
-    async def _whole(self, asked: Asked) -> bytes:
-        record = self._recorder.find(asked.name, asked.key)
-        if record is None:
-            return b""
-        return await asyncio.to_thread(lambda: msgspec.json.encode(self._show(record)))
+    async def _whole(self, record: Record) -> bytes:
+        async with self._one:
+            return await asyncio.to_thread(lambda: msgspec.json.encode(self._show(record)))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(msgspec.MsgspecError, OSError):  # whoever asked is gone
+        with closing(writer), suppress(msgspec.MsgspecError, ValueError, OSError):
+            # Whoever asked is gone, or asked for something that is too long.
             asked = msgspec.json.decode(await reader.readline(), type=Asked)
             if asked.op == "find":
-                writer.write(await self._whole(asked))
+                if (record := self._recorder.find(asked.name, asked.key)) is not None:
+                    writer.write(FOUND)
+                    writer.write(await self._whole(record))
             else:
                 newest = self._recorder.newest(asked.count, asked.key)
                 writer.write(msgspec.json.encode([record.light() for record in newest]))
             await writer.drain()
-        writer.close()
 
     async def _ask_others(self, asked: Asked) -> list[bytes]:
         if self._folder is None:
@@ -100,11 +106,13 @@ class RecordRelay:
 async def _ask(path: Path, asked: Asked) -> bytes:
     """What another process says; nothing if it is gone or busy."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S) as patience:
             reader, writer = await asyncio.open_unix_connection(path)
             try:
                 writer.write(msgspec.json.encode(asked) + b"\n")
-                return await reader.read()
+                first = await reader.read(1)
+                patience.reschedule(asyncio.get_running_loop().time() + WHOLE_S)
+                return (first + await reader.read()).removeprefix(FOUND)
             finally:
                 writer.close()
     except (OSError, TimeoutError):  # a process that died leaves its socket

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace.api.page_data import MOST_WATCHERS
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import Server
 
@@ -131,6 +132,35 @@ def test_the_fleet_while_it_works(shared_server: Server) -> None:
     assert newest["tokens_per_s"] is not None
     assert all(step["start_ms"] <= 0 for step in newest["last_steps"])
     assert newest["device"]["rss_bytes"] > 10**6
+
+
+def test_no_more_watch_than_may_though_they_come_at_once(shared_server: Server) -> None:
+    """Nor does one that left keep its place, or one that came in vain take any."""
+    places = MOST_WATCHERS * len(shared_server.apis)
+    many = [
+        http.client.HTTPConnection("127.0.0.1", shared_server.port, timeout=30)
+        for _ in range(places + 16)
+    ]
+    for connection in many:
+        connection.connect()
+    for connection in many:
+        connection.request("GET", "/ui/api/live")
+    answers = [connection.getresponse() for connection in many]
+    taken = [answer.status for answer in answers]
+    for left in (*answers, *many):
+        left.close()
+    assert set(taken) == {200, 503}
+    assert taken.count(200) <= places
+
+    def again() -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", shared_server.port, timeout=30)
+        connection.request("GET", "/ui/api/live")
+        with connection.getresponse() as answer:
+            status = answer.status
+        connection.close()
+        return status == 200
+
+    shared_server.wait(again, "a place")
 
 
 @pytest.mark.model

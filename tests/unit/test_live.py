@@ -102,6 +102,41 @@ async def test_who_wants_blocks_does_not_get_anothers_answer() -> None:
     assert (await wants).states == bytes(8)
 
 
+@pytest.mark.parametrize("states", [False, True])
+async def test_many_who_look_at_once_ask_the_engine_once(
+    states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    live = live_of(engine)
+    many = [asyncio.create_task(live.view(states=states)) for _ in range(100)]
+    await asyncio.sleep(0)
+    assert engine.asked == [states]
+    monkeypatch.setattr(module, "LOST_S", -1.0)  # it is taken for lost
+    many.append(asyncio.create_task(live.view(states=states)))
+    await asyncio.sleep(0)
+    assert engine.asked == [states, states]
+    assert engine.on_view is not None
+    engine.on_view(view(1.0, states=bytes(8)))
+    assert {seen.time_s for seen in await asyncio.gather(*many)} == {1.0}
+    many = [asyncio.create_task(live.view(states=states))]
+    await asyncio.sleep(0)
+    assert len(engine.asked) == 3, "an answer that has come is not given to who asks later"
+    engine.on_view(view(2.0, states=bytes(8)))
+    assert (await many[0]).time_s == 2.0
+
+
+async def test_all_watchers_get_the_same_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 1000.0)
+    engine = Engine(view(1.0))
+    live = live_of(engine)
+    streams = [live.events(lambda: False) for _ in range(20)]
+    events = await asyncio.gather(*(anext(stream) for stream in streams))
+    assert engine.asked == [False]
+    assert len(set(events)) == 1
+    for stream in streams:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
 async def test_an_engine_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.01)
     with pytest.raises(NotReady):

@@ -118,6 +118,11 @@ async def test_off() -> None:
         ({}, "http://evil.example:8000", {}, 403),
         ({}, HERE, {"origin": "http://evil.example"}, 403),
         ({"cors_origin": ("*",)}, HERE, {"origin": "http://evil.example"}, 403),
+        # a picture or a frame of another site's page names no origin; a link leads here
+        ({}, HERE, {"sec-fetch-site": "cross-site", "sec-fetch-dest": "image"}, 403),
+        ({}, HERE, {"sec-fetch-site": "same-site", "sec-fetch-dest": "iframe"}, 403),
+        ({}, HERE, {"sec-fetch-site": "cross-site", "sec-fetch-dest": "document"}, 200),
+        ({}, HERE, {"sec-fetch-site": "same-origin", "sec-fetch-dest": "script"}, 200),
         ({"host": "0.0.0.0"}, HERE, {}, 403),
         ({"host": "10.0.0.7"}, "http://10.0.0.7:8000", {}, 403),
         # with a key the page itself, which holds nothing, goes to everybody

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.api.prompt_spans import content_spans
 from headrace.api.record import MOST_BYTES, MOST_TOKENS, Full, Record
+from headrace.api.record_relay import PATIENCE_S, RecordRelay
 from headrace.api.recorder import HEADER, MOST_FULL, Recorder
 from headrace.errors import InvalidRequest
 from headrace.observe.current import quantile
@@ -149,6 +154,82 @@ async def test_who_sees_which_requests() -> None:
             assert one.status_code == (200 if "by-a" in seen else 404)
             assert "sha256" not in listed.text
         assert (await http.get("/ui/api/requests")).status_code == 401
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "9" * 5000, "-1", "1e3", "", "²"])
+async def test_a_count_that_is_none_is_refused(limit: str) -> None:
+    async with client() as http:
+        answer = await http.get("/ui/api/requests", params={"limit": limit})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "limit"
+
+
+def relays(folder: Path) -> tuple[Recorder, RecordRelay, RecordRelay]:
+    """Two processes: the recorder of the first, and what they ask each other with."""
+    one, two = (Recorder("m", 10, 10**6, offers_full=True) for _ in range(2))
+    first = RecordRelay(one, lambda record: record.whole(), 0, folder)
+    return one, first, RecordRelay(two, lambda record: record.whole(), 1, folder)
+
+
+async def test_another_process_that_takes_long_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says at once that it has the record; then a patience that is over harms nothing."""
+    recorder, first, second = relays(tmp_path)
+    recorder.close(opened(recorder, "mine", full=True), 200, "")
+    await first.start()
+    try:
+        said = asyncio.Event()
+        made = first._whole
+
+        async def slow(record: Record) -> bytes:
+            await said.wait()
+            return await made(record)
+
+        monkeypatch.setattr(first, "_whole", slow)
+        look = asyncio.create_task(second.find("mine", ""))
+        rescheduled = asyncio.Timeout.reschedule
+
+        def noted(timeout: asyncio.Timeout, when: float | None) -> None:
+            if when is not None and when > asyncio.get_running_loop().time() + PATIENCE_S:
+                said.set()  # only now does it go on
+            rescheduled(timeout, when)
+
+        monkeypatch.setattr(asyncio.Timeout, "reschedule", noted)
+        found = await look
+        assert found is not None
+        assert msgspec.json.decode(found)["id"] == "mine"
+        assert await second.find("other", "") is None
+    finally:
+        await first.close()
+
+
+async def test_a_question_that_is_too_long_harms_no_process(tmp_path: Path) -> None:
+    _, first, second = relays(tmp_path)
+    await first.start()
+    try:
+        assert await second.find("\x01" * 60_000, "") is None
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "records-0.sock")
+        writer.write(b"x" * 200_000 + b"\n")
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        assert await second.newest(5, "") == []
+    finally:
+        await first.close()
+
+
+def test_what_a_full_record_takes_is_counted() -> None:
+    """Its prompt as Python keeps it, not as it was sent."""
+    record = opened(Recorder("m", 10, 10**6, offers_full=True), "f", full=True)
+    full = record.full
+    assert full is not None
+    text = "日本" * 5000
+    full.prompted(text, [])
+    assert full.size_bytes >= 2 * len(text)
+    before = full.size_bytes
+    record.submitted([range(10_000, 20_000)], 1, SimpleNamespace())  # type: ignore[arg-type]
+    assert full.size_bytes - before >= (8 + 28) * 10_000
 
 
 WORDS = st.text(alphabet=st.sampled_from("ab \n<|>im_start user"), max_size=12)
