@@ -147,8 +147,9 @@ def test_no_more_watch_than_may_though_they_come_at_once(shared_server: Server) 
         connection.request("GET", "/ui/api/live")
     answers = [connection.getresponse() for connection in many]
     taken = [answer.status for answer in answers]
-    for left in (*answers, *many):
-        left.close()
+    for connection, answer in zip(many, answers, strict=True):
+        answer.close()
+        connection.close()
     assert set(taken) == {200, 503}
     assert taken.count(200) <= places
 

@@ -228,7 +228,7 @@ def test_what_a_full_record_takes_is_counted() -> None:
     full.prompted(text, [])
     assert full.size_bytes >= 2 * len(text)
     before = full.size_bytes
-    record.submitted([range(10_000, 20_000)], 1, SimpleNamespace())  # type: ignore[arg-type]
+    record.submitted([range(10_000, 20_000)], 1, SimpleNamespace())
     assert full.size_bytes - before >= (8 + 28) * 10_000
 
 
