@@ -112,6 +112,7 @@ class Scheduler:
             assert not draft.joins, "admitted without a token to compute"
             return None
         self.launched += 1
+        self.kv.copying(self.launched)
         leaves, self._leaves = self._leaves, []
         return draft.close(self.launched, leaves)
 

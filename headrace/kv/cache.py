@@ -79,6 +79,8 @@ class KVCache:
         self._tables: set[Table] = set()  # those that hold blocks
         self._limbo: deque[tuple[int, list[int]]] = deque()  # (step, blocks tail first)
         self._limbo_blocks = 0
+        self._sources: list[int] = []  # of copies that no step has yet
+        self._guarded: dict[int, int] = {}  # block -> unfinished step that copies it
         self._finished = 0  # newest finished step
         self.evicted: list[int] | None = None  # blocks whose prefix was given up; None: not noted
 
@@ -192,6 +194,7 @@ class KVCache:
             source, target = table.blocks[i], self._take()
             if i * self.block_size < write_from:
                 copies.append((source, target))
+                self._sources.append(source)
             self._pool.drop(source, reusable=True)  # others still hold it
             table.blocks[i] = target
         for _ in range(new):
@@ -200,6 +203,12 @@ class KVCache:
             self._tables.add(table)
         start = shared[0] if shared else held
         return Grant(start, table.blocks[start:], copies)
+
+    def copying(self, step: int) -> None:
+        """The copies that `reserve` asked for run in step `step`; what they read stays until then,
+        also where all that still hold it are behind an older fence."""
+        self._guarded.update(dict.fromkeys(self._sources, step))
+        self._sources.clear()
 
     def _take(self) -> int:
         """A free block; what it held can no longer be hit (this is eviction)."""
@@ -257,6 +266,8 @@ class KVCache:
         """Step `step` and all before it have finished: their released blocks become free."""
         assert step >= self._finished, f"step {step} finished after step {self._finished}"
         self._finished = step
+        if self._guarded:
+            self._guarded = {block: at for block, at in self._guarded.items() if at > step}
         while self._limbo and self._limbo[0][0] <= step:
             blocks = self._limbo.popleft()[1]
             self._limbo_blocks -= len(blocks)
@@ -264,7 +275,11 @@ class KVCache:
 
     def _free(self, blocks: list[int]) -> None:
         for block in blocks:
-            self._pool.drop(block, reusable=block in self._index)
+            if block in self._guarded and self._pool.references[block] == 1:
+                self._limbo.append((self._guarded[block], [block]))
+                self._limbo_blocks += 1
+            else:
+                self._pool.drop(block, reusable=block in self._index)
 
     def reset(self) -> None:
         """Forget every cached prefix. Tables keep what they hold."""

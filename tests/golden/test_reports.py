@@ -155,7 +155,7 @@ def test_beams_are_those_of_transformers(
     for prompt in ([5, 9, 60], [1, 2, 3, 4, 100]):
         search = BeamSearch(prompt, BeamRules(width, penalty, early), 10, ends)
         while not search.done:
-            logits = model(torch.tensor(search.prompts)).logits[:, -1].float()
+            logits = model(torch.tensor(search.prompts)).logits[:, -1].float().numpy()
             search.feed(report(logits, [0] * len(logits), [2 * width] * len(logits)))
         out = model.generate(
             torch.tensor([prompt]),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from headrace.engine.protocol import Runner
@@ -86,7 +87,7 @@ def logits_of(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def noted_too(batch: Any) -> Any:
         made = logits(batch)
-        found.extend([] if made is None else [made.clone()])
+        found.extend([] if made is None else [torch.from_numpy(made.copy())])
         return made
 
     monkeypatch.setattr(forward, "logits", noted_too)

@@ -143,6 +143,26 @@ def test_forks_copy_the_shared_last_block_and_the_last_writer_keeps_it(make: Mak
     kv.check()
 
 
+def test_what_a_step_copies_stays_until_it_has_finished(make: Make) -> None:
+    """Though all that hold it then are behind an older fence."""
+    kv = make(8, 4)
+    table = filled(kv, TOKENS[:6])
+    twins = [kv.fork(table), kv.fork(table)]
+    tail = table.blocks[1]
+    kv.release(table, 1)  # step 1 may still read it
+    for twin in twins:
+        assert kv.reserve(twin, 7, 6) is not None
+        assert twin.blocks[1] != tail, "a copy each: the third has not given it back"
+    kv.copying(2)
+    free = kv.free_blocks
+    kv.fence(1)
+    assert (kv.free_blocks, kv.limbo_blocks) == (free, 1), "step 2 copies it, and runs"
+    kv.check()
+    kv.fence(2)
+    assert (kv.free_blocks, kv.limbo_blocks) == (free + 1, 0)
+    kv.check()
+
+
 def test_a_fork_at_a_block_border_needs_no_copy(make: Make) -> None:
     kv = make(8, 4)
     table = filled(kv, TOKENS[:8])

@@ -33,14 +33,14 @@ _DRAWN = (Output.SAMPLE, Output.PROMPT_LOGPROBS)
 class _Row:
     """One device row: what a real runner keeps in device tables."""
 
-    __slots__ = ("acquired", "blocks", "history", "join", "last", "root", "start")
+    __slots__ = ("acquired", "blocks", "end", "history", "join", "last", "root", "start")
 
     def __init__(self, join: Join, step: int) -> None:
         self.join = join
         self.blocks = list(join.tables[0])
         self.acquired = dict.fromkeys(self.blocks, step)  # block -> step it came into this table
         self.root = root(join.adapter)
-        self.start = 0  # of its newest forward row
+        self.start = self.end = 0  # of its newest forward row; end: where the next one starts
         self.last: int | None = None  # token last drawn into this row
         self.history = list(join.history) if join.sampling.needs_history else None
 
@@ -173,8 +173,9 @@ class FakeRunner:
         self._step = plan.step
         ticket = FakeTicket(self, plan, [])
         self._update_tables(plan)
-        for number, start in zip(plan.rows, plan.starts, strict=True):
-            self._rows[number].start = start
+        for number, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            row = self._rows[number]
+            row.start, row.end = start, start + count
         if self._verify:
             self._check_fence(plan)
         for source, target in plan.copies[0]:
@@ -272,8 +273,12 @@ class FakeRunner:
 
     def _low(self, row: _Row) -> int:
         """The first position that the row's newest forward row, or a later one, may read."""
+        return self._first_read(row.start)
+
+    def _first_read(self, position: int) -> int:
+        """The first position that a query at `position` reads."""
         window = self._capacity.window
-        return max(0, row.start + 1 - window) if window else 0
+        return max(0, position + 1 - window) if window else 0
 
     def _slot(self, row: _Row, position: int) -> int:
         block = row.blocks[position // self._block_size]
@@ -290,6 +295,7 @@ class FakeRunner:
             assert plan.outputs[source] in _DRAWN, "a draw from a row without logits"
             row = self._rows[target]
             position = plan.starts[source] + plan.counts[source]
+            row.end = max(row.end, position)  # a fork's first forward row is there
             token = self._draw_one(row, ticket.states[source], position, allowed.get(j))
             if self._verify and row.history is not None:
                 self._check_history(row.history, self._rows[plan.rows[source]], position)
@@ -401,8 +407,10 @@ class FakeRunner:
                     new = row.acquired[block] > ticket.plan.step
                     fenced = not (new and block in ticket.touched)
                     assert fenced, f"block {block} is reused while step {ticket.plan.step} runs"
+        runs = {number for ticket in self._in_flight for number in ticket.plan.rows} | {*plan.rows}
         for number, row in self._rows.items():
-            for block in row.blocks[self._low(row) // self._block_size :]:
+            low = self._low(row) if number in runs else self._first_read(row.end)
+            for block in row.blocks[low // self._block_size :]:
                 shared = writers.get(block, number) != number
                 old = shared and row.acquired[block] < plan.step
                 assert not old, f"block {block} is written while row {number} holds it"
