@@ -15,25 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.api.metering import Caller, Counted
+
 MOST_TOKENS = 8192  # of the answers of one request, in a full record
 MOST_BYTES = 16 * 2**20  # of one full record
 _TOKEN_BYTES = 200  # about what is kept of one token, or of its text, as Python's objects
 _ID_BYTES = 40  # of a token of a prompt
-
-
-class Caller(Protocol):
-    """Who asked: what `api.exchange.Exchange` knows."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-    @property
-    def arrived_s(self) -> float: ...
-    @property
-    def trace_id(self) -> str: ...
 
 
 class Times(Protocol):
@@ -45,17 +32,6 @@ class Times(Protocol):
     def last_token_s(self) -> float: ...
     @property
     def cached_tokens(self) -> int: ...
-
-
-class Counted(Protocol):
-    """The counts of an answer so far; as `api.metering.Counted`."""
-
-    @property
-    def output_tokens(self) -> int: ...
-    @property
-    def reasoning_tokens(self) -> int: ...
-    @property
-    def finishes(self) -> list[str | None]: ...
 
 
 class Charges(Protocol):

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from heapq import merge
 from itertools import islice
 
-from headrace.api.record import Caller, Full, Record
+from headrace.api.metering import Caller
+from headrace.api.record import Full, Record
 from headrace.errors import InvalidRequest
 
 HEADER = b"x-headrace-record"
