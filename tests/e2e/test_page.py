@@ -51,8 +51,10 @@ def figures(within: Locator) -> dict[str, str]:
     return dict(zip(terms.all_inner_texts(), values.all_inner_texts(), strict=True))
 
 
-def record_of(server: ServeProcess, identity: str) -> dict[str, Any]:
-    """What the API says of a request."""
+def record_of(page: Page, server: ServeProcess) -> dict[str, Any]:
+    """What the API says of the request that is open, when the page knows that it has ended."""
+    identity = page.url.split("/")[-2]
+    expect(page.locator(f"#stage-panel[data-of='{identity}'][data-state=done]")).to_be_visible()
     status, text = server.get(f"/ui/api/requests/{identity}")
     assert status == 200, text
     return dict(json.loads(text))
@@ -90,7 +92,7 @@ def test_a_chat_streams(chromium: Browser, default_server: ServeProcess) -> None
         assert shown["cached"].endswith(f"of {whole['usage']['prompt_tokens']}")
         # the next turn brings the conversation along
         ask(page, "Another one.", max_tokens="3")
-        record = record_of(default_server, page.url.split("/")[-2])
+        record = record_of(page, default_server)
         assert said in record["prompt"]["text"]
         assert QUESTION in record["prompt"]["text"]
 
@@ -100,7 +102,10 @@ def test_an_answer_is_stopped_and_a_new_chat_begun(
 ) -> None:
     with visit(chromium, default_server.url) as seen:
         page = seen.page
-        page.get_by_label("Message", exact=True).fill("Count to a thousand in words.")
+        page.get_by_text("Sampling, schema, system").click()
+        endless = {"type": "array", "items": {"type": "integer"}, "minItems": 4000}
+        page.locator(".draws [name=schema]").fill(json.dumps(endless))
+        page.get_by_label("Message", exact=True).fill("Count.")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(SAID)).not_to_be_empty()
         page.get_by_role("button", name="Stop").click()
@@ -119,8 +124,7 @@ def test_every_stage_opens_with_the_data_of_the_request(
     with visit(chromium, default_server.url) as seen:
         page = seen.page
         ask(page, QUESTION, max_tokens="20", temperature="0.8", top_p="0.9")
-        identity = page.url.split("/")[-2]
-        record = record_of(default_server, identity)
+        record = record_of(page, default_server)
         assert record["state"] == "done"
         for number, check in enumerate(CHECKS, start=1):
             check(open_stage(page, number), record, default_server)
@@ -218,7 +222,9 @@ def check_sample(panel: Locator, record: dict[str, Any], _: ServeProcess) -> Non
     for sieve, stage in zip(sieves.all(), draw["stages"], strict=True):
         ids = [int(str(item.get_attribute("data-id"))) for item in sieve.locator("li").all()]
         assert ids == [one["id"] for one in stage["top"]]
-    assert panel.locator(f".sieve li.drawn[data-id='{draw['token']}']").count() >= 1
+    among = [stage for stage in draw["stages"] if draw["token"] in {t["id"] for t in stage["top"]}]
+    marked = panel.locator(".sieve li.drawn").all()
+    assert [one.get_attribute("data-id") for one in marked] == [str(draw["token"])] * len(among)
 
 
 def check_stream(panel: Locator, record: dict[str, Any], _: ServeProcess) -> None:

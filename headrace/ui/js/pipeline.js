@@ -105,6 +105,7 @@ function fillPanel(panel) {
   const { record, problem } = chosen.value;
   panel.setAttribute("aria-labelledby", `stage-${stage.number}`);
   panel.dataset.of = record?.id ?? "";
+  panel.dataset.state = record?.state ?? "";
   panel.dataset.stage = String(stage.number);
   const head = el(
     "div",
