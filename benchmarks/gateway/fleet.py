@@ -166,8 +166,8 @@ def servers(device: Device, folder: Path) -> Iterator[list[str]]:
 
 
 async def measured(url: str, file: Path, nonce: str) -> Level:
-    """The trace, replayed over HTTP; nobody has seen its words before."""
-    load = Load(trace=str(file), trace_block_tokens=WORDS_A_BLOCK, nonce=nonce)
+    """The whole trace, replayed over HTTP; nobody has seen its words before."""
+    load = Load(trace=str(file), trace_block_tokens=WORDS_A_BLOCK, requests=0, nonce=nonce)
     meter = Meter(Target(url=url, model="fake", api_key=KEY, timeout_s=60.0), load)
     return await meter.level(Shape(trace=True))
 
@@ -175,6 +175,7 @@ async def measured(url: str, file: Path, nonce: str) -> Level:
 def point(asked: Workload, router: Router, load: float, level: Level) -> Point:
     """A measured one."""
     assert level.ttft_s is not None, f"{router.label}: nothing was answered: {level.errors}"
+    assert level.requests == len(asked.requests), f"{level.requests} of {len(asked.requests)} sent"
     return Point(
         workload=asked.name,
         router=router.name,
