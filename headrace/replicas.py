@@ -18,7 +18,7 @@ from headrace.backends.cpu.device import KV_SHARE, free_memory_bytes
 from headrace.config import ENV_PREFIX, Settings, flag_of
 from headrace.errors import ConfigError
 from headrace.gateway.app import Gateway
-from headrace.gateway.registry import Apply
+from headrace.gateway.registry import Apply, Named
 from headrace.gateway.settings import WorkerSpec
 from headrace.gateway.starts import StartSpec
 
@@ -149,9 +149,14 @@ class Replicas:
         self._gateway: Gateway | None = None
         self._ready = self.failed = False
 
+    names: Sequence[Named] = ()
+
     def start(self, apply: Apply) -> None:
         """See `gateway.registry.Registry`."""
         apply(self._specs)
+
+    def close(self) -> None:
+        """See `gateway.registry.Registry`."""
 
     def watch(self, gateway: Gateway) -> None:
         """The gateway listens."""

@@ -23,6 +23,7 @@ from headrace.config import flag_of
 from headrace.errors import ConfigError
 from headrace.gateway.app import Gateway, serve
 from headrace.gateway.board import Board
+from headrace.gateway.discovery import DnsRegistry
 from headrace.gateway.processes import Processes, listen
 from headrace.gateway.registry import FileRegistry, Registry, StaticRegistry
 from headrace.gateway.settings import (
@@ -105,7 +106,8 @@ def command(
             said,
         )
         raise SystemExit(processes.run())
-    run(settings, _registry(specs, config_file), doorkeeper, lambda made: said(made.port))
+    registry = _registry(specs, config_file, settings)
+    run(settings, registry, doorkeeper, lambda made: said(made.port))
 
 
 def run(
@@ -121,8 +123,11 @@ def run(
         _run(serve(settings, registry, doorkeeper, sock, ready, models=models))
 
 
-def _registry(specs: tuple[WorkerSpec, ...], config_file: Path | None) -> Registry:
-    return StaticRegistry(specs) if config_file is None else FileRegistry(config_file, specs)
+def _registry(
+    specs: tuple[WorkerSpec, ...], config_file: Path | None, settings: GatewaySettings
+) -> Registry:
+    inner = StaticRegistry(specs) if config_file is None else FileRegistry(config_file, specs)
+    return DnsRegistry(inner, settings)
 
 
 def _tokens(settings: GatewaySettings) -> Mapping[str, ModelTokens]:
@@ -149,7 +154,7 @@ def _serve_one(
     doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
     board = Board(folder / "board", settings.processes, own)
     siblings = Siblings(folder, settings.processes, own)
-    registry = _registry(specs, config_file)
+    registry = _registry(specs, config_file, settings)
     with listen(settings.host, port, shared=True) as sock:
         _run(
             serve(

@@ -70,6 +70,7 @@ class Gateway:
         self.settings = settings
         self.registry = registry
         self.fleet = Fleet(settings, board)
+        self.fleet.registry = registry
         self._siblings = siblings
         self.fleet.changed.append(self._worker_hangs)
         self.reader = PromptReader(settings.ask_usage)
@@ -134,6 +135,7 @@ class Gateway:
             if inside is not None:
                 inside.close()
             ticking.cancel()
+            self.registry.close()
             await asyncio.gather(ticking, return_exceptions=True)
             await self._checks.stop()
             for exchange in list(self.exchanges):
@@ -326,7 +328,11 @@ class Gateway:
                     and {"state": worker.start.state, "why": worker.start.why},
                 }
             )
-        return 200, {"policy": self.settings.policy, "workers": rows}
+        names = [
+            {"name": n.url, "workers": len(n.targets), "age_s": n.age_s(now_s), "why": n.why}
+            for n in self.registry.names
+        ]
+        return 200, {"policy": self.settings.policy, "workers": rows, "names": names}
 
     def _drain_worker(self, body: bytes) -> tuple[int, Any]:
         """{"worker": URL, "drain": true}: it takes nothing new until told otherwise."""

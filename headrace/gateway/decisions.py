@@ -82,6 +82,10 @@ def _attempt(after_s: float, placed: Placement) -> dict[str, Any]:
         "reason": choice.reason,
         "cold": choice.cold,
         "replicates": choice.replicates,
+        "old_names": [
+            {"name": name, "why": why, "age_s": round(age_s, 3)}
+            for name, why, age_s in placed.old_names
+        ],
         "candidates": [
             {
                 **msgspec.to_builtins(worker),

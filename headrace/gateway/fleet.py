@@ -19,6 +19,7 @@ from headrace.gateway.load import Lease
 from headrace.gateway.policy import POLICIES, predicted_ttft_s
 from headrace.gateway.prefix_index import PrefixIndex
 from headrace.gateway.prompt import Prompt
+from headrace.gateway.registry import Registry, StaticRegistry
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
 from headrace.gateway.view import Ask, Choice, FleetView, Knobs
 from headrace.gateway.worker import Worker
@@ -39,6 +40,7 @@ class Placement(msgspec.Struct, frozen=True):
     choice: Choice
     cached_tokens: tuple[int, ...]  # predicted, by worker of the view
     states: tuple[State, ...]  # of what is known there, by worker of the view
+    old_names: tuple[tuple[str, str, float], ...] = ()  # name that no longer resolves, why, age_s
 
 
 class Fleet:
@@ -54,6 +56,7 @@ class Fleet:
         self._begun = False  # the first list of workers is here
         self.index = PrefixIndex(settings.index_bytes)
         self.beliefs = Beliefs(settings, self.index)
+        self.registry: Registry = StaticRegistry(())  # where the workers come from
         self.workers: dict[str, Worker] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.changed: list[Callable[[Worker], None]] = []  # called when a worker goes down
@@ -152,7 +155,9 @@ class Fleet:
         if prompt.ids is not None:
             computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self._knobs)
             self.beliefs.placed(prompt, worker, now_s, computed_s)
-        return Placement(worker, lease, view, choice, cached, states)
+        names = self.registry.names
+        old = tuple([(n.url, n.why, n.age_s(now_s)) for n in names if n.why]) if names else ()
+        return Placement(worker, lease, view, choice, cached, states, old)
 
     def _nowhere(self, prompt: Prompt, tried: Collection[str], now_s: float) -> HeadraceError:
         """Why no worker is there for it; one that can be started is."""

@@ -4,6 +4,7 @@ changes a dozen of them: prometheus_client writes them out when somebody asks. G
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -23,7 +24,8 @@ from headrace.gateway.queue import Queue
 from headrace.gateway.worker import Worker
 from headrace.observe.histogram import FINE, WORK
 
-ALIKE = ("_worker_up", "_worker_breaker_open", "_worker_index")  # gauges that do not add up
+# Gauges that do not add up.
+ALIKE = ("_worker_up", "_worker_breaker_open", "_worker_index", "_dns_workers", "_dns_age_seconds")
 
 NAME = "headrace_gateway"
 
@@ -105,7 +107,27 @@ class _FleetGauges(Collector):
         held = GaugeMetricFamily(f"{NAME}_index_bytes", "memory of the prefix index, at most")
         held.add_metric([], self._fleet.index.used_bytes)
         yield held
+        yield from self._names()
         yield from self._events()
+
+    def _names(self) -> Iterator[Metric]:
+        """Names that workers come from."""
+        asked = CounterMetricFamily(
+            f"{NAME}_dns_lookups", "answers of DNS, by what they were", labels=["source", "outcome"]
+        )
+        found = GaugeMetricFamily(
+            f"{NAME}_dns_workers", "workers that the name stands for", labels=["source"]
+        )
+        age = GaugeMetricFamily(
+            f"{NAME}_dns_age_seconds", "since the answer that they are of", labels=["source"]
+        )
+        now_s = time.monotonic()
+        for name in self._fleet.registry.names:
+            for outcome, count in name.counts.items():
+                asked.add_metric([name.url, outcome], count)
+            found.add_metric([name.url], len(name.targets))
+            age.add_metric([name.url], name.age_s(now_s))
+        yield from (asked, found, age)
 
     def _events(self) -> Iterator[Metric]:
         """What workers say of their caches."""

@@ -6,8 +6,10 @@ and `[tiers.NAME]` who may come in and how often. See docs/gateway.md.
 
 from __future__ import annotations
 
+import importlib.util
 import tomllib
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -37,6 +39,7 @@ SomeSeconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+LOOKUPS = frozenset({"dns", "dnssrv"})  # before a worker's url: it is a name of workers
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +57,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tokenizer: tuple[str, ...] = ()
     tokenizer_threads: Positive = 1
     tokenizer_cache_bytes: Natural = 64 * 2**20
+    dns_interval_s: SomeSeconds = 30.0
+    dns_keep_s: Seconds = 600.0
+    dns_server: str = ""
     check_interval_s: SomeSeconds = 1.0
     check_timeout_s: SomeSeconds = 1.5
     hung_after_s: SomeSeconds = 4.0
@@ -94,6 +100,10 @@ HELP: Mapping[str, str] = {
     "SOURCE (a folder, a GGUF file, hf:owner/name) would; may be repeated",
     "tokenizer_threads": "threads that do it",
     "tokenizer_cache_bytes": "most memory of pieces of prompts whose tokens are remembered",
+    "dns_interval_s": "longest time until a name of workers is asked for again; sooner if its "
+    "records live shorter",
+    "dns_keep_s": "workers of a name that no longer resolves are kept this long",
+    "dns_server": "ADDRESS:PORT of the DNS server that is asked; empty = as /etc/resolv.conf says",
     "check_interval_s": "time between two checks of a worker",
     "check_timeout_s": "a check that takes longer has failed: no new requests until one succeeds",
     "hung_after_s": "a worker that answers no check and sends nothing for this long has its "
@@ -139,12 +149,19 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     kv_events_replay_endpoint: str = ""
     kv_events_topic: str = ""
     start: StartSpec | None = None  # a worker that the gateway runs itself
+    host: str = ""  # what it is told as Host; "" = as in the url
+
+    @property
+    def lookup(self) -> str:
+        """ "dns" or "dnssrv": its url is a name of workers; "" = a worker's own."""
+        kind, plus, _ = self.url.partition("+")
+        return kind if plus and kind in LOOKUPS else ""
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port. Raises ConfigError unless the url is http://host[:port]."""
+        """Host and port. Raises ConfigError unless the url is http://host[:port], or a name."""
         try:
-            parts = urlsplit(self.url)
+            parts = urlsplit(self.url.removeprefix(f"{self.lookup}+"))
             port = parts.port or 80
         except ValueError:
             raise ConfigError(f"worker {self.url!r}: no URL", param="workers") from None
@@ -180,17 +197,33 @@ def read_fleet(path: Path) -> FleetFile:
 
 
 def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
-    """Raises ConfigError for a URL that is none, or that comes twice, and for a worker that is to
-    be started on demand and does not say for which models."""
+    """Raises ConfigError for a URL that is none, or that comes twice, for a worker that is to be
+    started on demand and does not say for which models, and for a name that cannot be asked for."""
     seen = set()
     for spec in workers:
+        if spec.lookup:
+            _check_lookup(spec)
         if spec.start is not None and not spec.start.warm and not spec.models:
             raise ConfigError(
                 f"worker {spec.url}: one that starts on demand needs `models`", param="workers"
             )
-        if spec.address in seen:
+        if (spec.lookup, spec.address) in seen:
             raise ConfigError(f"worker {spec.url} is named twice", param="workers")
-        seen.add(spec.address)
+        seen.add((spec.lookup, spec.address))
+
+
+def _check_lookup(spec: WorkerSpec) -> None:
+    if importlib.util.find_spec("dns") is None:
+        raise ConfigError(
+            f"worker {spec.url}: names need dnspython: pip install 'headrace[dns]'",
+            param="workers",
+        )
+    if spec.start is not None:
+        raise ConfigError(f"worker {spec.url}: a name cannot be started", param="workers")
+    if spec.lookup == "dnssrv" and urlsplit(spec.url).port is not None:
+        raise ConfigError(
+            f"worker {spec.url}: SRV records bring the port: name none", param="workers"
+        )
 
 
 def merge(file: Mapping[str, Any], flags: Mapping[str, Any]) -> GatewaySettings:
@@ -201,4 +234,18 @@ def merge(file: Mapping[str, Any], flags: Mapping[str, Any]) -> GatewaySettings:
     except msgspec.ValidationError as error:
         raise ConfigError(f"gateway settings: {error}") from None
     check_endpoint(settings.otlp_endpoint)
+    if settings.dns_server:
+        dns_server(settings.dns_server)
     return settings
+
+
+def dns_server(text: str) -> tuple[str, int]:
+    """ADDRESS or ADDRESS:PORT, IPv6 in brackets. Raises ConfigError."""
+    try:
+        parts = urlsplit(f"//{text}")
+        address = str(ip_address(parts.hostname or ""))
+        return address, parts.port or 53
+    except ValueError:
+        raise ConfigError(
+            f"dns_server = {text!r}: ADDRESS:PORT, with an address of digits", param="dns_server"
+        ) from None

@@ -34,7 +34,9 @@ class Worker(Load):
         self.spec = spec
         self.name = spec.url.rstrip("/")
         host, port = spec.address
-        self.host = f"{host}:{port}".encode()
+        self.host = (
+            spec.host or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        ).encode()
         self.pool = Pool(host, port, settings.connect_timeout_s)
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s)
         self.hung_after_s = spec.hung_after_s or settings.hung_after_s

@@ -128,15 +128,17 @@ class Mock:
         handler: Handler = answer_well,
         model: str = "m",
         card: dict[str, Any] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
-        """card: what it says of its model beside the usual."""
+        """card: what it says of its model beside the usual. host, port: where it listens."""
         self.handler, self.model, self.card = handler, model, card or {}
         self.asked: list[Asked] = []
         self.connections = 0
         self.health = 200
         self.stays = False  # leaves connections open that were to be closed
         self.frozen = False  # takes connections, says nothing, as a stopped process does
-        self.port = 0
+        self._host, self.port = host, port
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,11 +151,11 @@ class Mock:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     async def listen(self) -> None:
         """On the port of before, if there was one."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, self._host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:

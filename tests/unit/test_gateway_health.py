@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.gateway.breaker import Breaker
 from headrace.gateway.load import Lease
-from headrace.gateway.registry import Apply
+from headrace.gateway.registry import Apply, StaticRegistry
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
 from headrace.gateway.worker import MIN_WARM, Worker
 from tests.unit.gateway_rig import (
@@ -292,18 +291,12 @@ async def test_a_drained_worker_ends_what_it_has() -> None:
         assert (await call(made.port, b"{", "/gateway/drain")).status == 400
 
 
-class Changing:
-    """A registry that a test changes."""
-
-    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
-        self.specs = specs
+class Changing(StaticRegistry):
+    """A registry that a test changes: it calls `apply`."""
 
     def start(self, apply: Apply) -> None:
         self.apply = apply
-        apply(self.specs)
-
-    def tick(self) -> None:
-        """The test calls `apply`."""
+        super().start(apply)
 
 
 async def test_a_worker_that_leaves_the_list_ends_what_it_has() -> None:
