@@ -42,7 +42,7 @@ def shown(url: str, path: str) -> Any:
 
 
 def ended(url: str, name: str) -> Any:
-    """The record of a request whose answer has come: its end is written just after the last byte."""
+    """The record of a request whose answer has come: its end is written just after that."""
     while (record := shown(url, f"requests/{name}"))["state"] != "done":
         time.sleep(0.01)
     return record
