@@ -70,8 +70,8 @@ def rows(model: ModelTokens, tokenizer: Tokenizer) -> list[tuple[str, float]]:
     text = document()
     pieces = model.pieces
     path = "/v1/chat/completions"
-    ids = model.ids(path, body(text, 0))
-    assert ids is not None
+    ids = model.read(path, body(text, 0))
+    assert not isinstance(ids, str), ids
     out = [("tokenise it whole", best_ms(lambda run: tokenizer.encode(text)))]
     fresh = [PieceCache(tokenizer, 2**26) for _ in range(RUNS)]
     out.append(
@@ -80,7 +80,7 @@ def rows(model: ModelTokens, tokenizer: Tokenizer) -> list[tuple[str, float]]:
     )  # fmt: skip
     out.append(
         ("body to ids, only the question is new",
-         best_ms(lambda run: model.ids(path, body(text, run + 1))))
+         best_ms(lambda run: model.read(path, body(text, run + 1))))
     )  # fmt: skip
     root = root_of("m")
     out.append(("chain of its token blocks", best_ms(lambda run: token_chain(ids, root, BLOCK))))

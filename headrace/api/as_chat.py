@@ -13,7 +13,7 @@ from headrace.errors import InvalidRequest
 
 # Of ours, beside the fields of `Draws`, that mean the same in every protocol.
 SHARED = ("model", "stream", "priority", "cache_salt", "chat_template_kwargs", "stop_token_ids",
-          "ignore_eos", "skip_special_tokens", "structured_outputs")  # fmt: skip
+          "ignore_eos", "skip_special_tokens", "structured_outputs", "prompt_ids")  # fmt: skip
 
 
 def as_chat(body: Mapping[str, Any], chat: Mapping[str, Any]) -> Chat:

@@ -22,13 +22,14 @@ from headrace.api.exchange import exchange_of
 from headrace.api.generate import answered
 from headrace.api.logprobs import Reporter
 from headrace.api.prepare import Prepared, prepare_chat
-from headrace.api.response_items import NAMES, Responses, chat_fields, input_items
+from headrace.api.response_items import NAMES, Responses, chat_fields
 from headrace.api.response_output import Output, Reply, ResponseEvents, logprobs_of
 from headrace.api.response_store import Kept
 from headrace.api.schemas import parse
 from headrace.api.service import Service, encode_json, service_of
 from headrace.errors import InvalidRequest, NotFound
 from headrace.text.parts import Part, Text
+from headrace.text.response_prompt import input_items
 
 log = logging.getLogger("headrace.api")
 
@@ -89,6 +90,10 @@ async def _before(service: Service, body: Responses) -> tuple[list[dict[str, Any
     name = body.previous_response_id
     if name is None:
         return [], 0
+    if body.prompt_ids is not None:
+        raise InvalidRequest(
+            "prompt_ids and previous_response_id exclude each other", param="prompt_ids"
+        )
     kept = await service.responses.get(name)
     if kept is None:
         raise InvalidRequest(

@@ -15,7 +15,7 @@ MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
 
 
 class _Kept(msgspec.Struct):
-    prompt: tuple[str, int, int]  # model, prompt tokens, output tokens
+    prompt: tuple[str, int, int, str]  # model, prompt and output tokens, why they are not known
     tries: list[tuple[float, Placement]]  # seconds since its arrival
     usage: Usage | None = None
     status: int = 0  # 0 = not ended
@@ -35,8 +35,7 @@ class Decisions:
             return
         kept = self._kept.get(request_id)
         if kept is None or kept.status:
-            sizes = (prompt.model, prompt.prompt_tokens, prompt.output_tokens)
-            kept = self._kept[request_id] = _Kept(sizes, [])
+            kept = self._kept[request_id] = _Kept(_facts(prompt), [])
             self._kept.move_to_end(request_id)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
@@ -57,7 +56,7 @@ class Decisions:
         kept = self._kept.get(request_id)
         if kept is None:
             return None
-        model, prompt_tokens, output_tokens = kept.prompt
+        model, prompt_tokens, output_tokens, untokenised = kept.prompt
         usage = kept.usage
         return {
             "id": request_id,
@@ -66,10 +65,15 @@ class Decisions:
             "took_s": kept.took_s if kept.status else None,
             "prompt_tokens_estimated": prompt_tokens,
             "output_tokens_most": output_tokens,
+            "untokenised": untokenised or None,
             "attempts": [_attempt(after_s, placed) for after_s, placed in kept.tries],
             "worker_said": None if usage is None else _told(usage),
             "cached_tokens": _compared(kept.tries[-1][1], usage),
         }
+
+
+def _facts(prompt: Prompt) -> tuple[str, int, int, str]:
+    return prompt.model, prompt.prompt_tokens, prompt.output_tokens, prompt.untokenised
 
 
 def _attempt(after_s: float, placed: Placement) -> dict[str, Any]:

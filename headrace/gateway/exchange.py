@@ -99,7 +99,7 @@ class Exchange:
         else:
             tokens.add_done_callback(self._tokenised)
 
-    def _tokenised(self, tokens: asyncio.Future[array[int] | None]) -> None:
+    def _tokenised(self, tokens: asyncio.Future[array[int] | str]) -> None:
         if not self._over and not tokens.cancelled():
             self._gateway.tokenising.take(self._prompt, tokens)
             self._reserve()

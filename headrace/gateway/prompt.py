@@ -72,6 +72,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     salt: str = ""
     ids: array[int] | None = None  # its tokens, where they are known
     tokenizer: str = ""  # which made them; "" = they came with the request
+    untokenised: str = ""  # why they are not known
     token_chains: dict[int, list[int]] = {}  # by size of a block
     body_with_ids: bytes = b""  # for a worker that takes them; b"" = not made yet
 

@@ -10,20 +10,24 @@ import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.gateway.beliefs import card_of
-from headrace.gateway.prompt import Prompt
+from headrace.gateway.prompt import GENERATES, Prompt
 from headrace.gateway.worker import Worker
 from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import FAKE, resolve
+from headrace.text import message_prompt, response_prompt
 from headrace.text.calls.forms import form_of
 from headrace.text.identity import prompt_identity
+from headrace.text.message_prompt import Blocks, OutputConfig, Thinking, ToolChoice, Turn
 from headrace.text.pieces import PieceCache
+from headrace.text.response_prompt import Input, ReasoningConfig, input_items
 from headrace.text.template import ChatTemplate
 from headrace.text.tokenizer import load_tokenizer
 from headrace.text.tool_list import Tool, shown_tool
@@ -34,6 +38,9 @@ log = logging.getLogger("headrace.gateway")
 MAX_WAITING = 64  # prompts; more go on untokenised
 MOST_SENT_BYTES = 4 * 2**20  # of a body with its ids; a longer one goes without
 _FIELD = b'"prompt_ids"'
+MOST_REASON = 200  # characters
+EMPTY = "the prompt is empty"
+NO_TOKENIZER = "no tokenizer is loaded for the model"
 
 
 class _Chat(msgspec.Struct):
@@ -56,6 +63,49 @@ class _Completion(msgspec.Struct):
     add_special_tokens: bool | None = None
 
 
+class _Messages(msgspec.Struct):
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    system: Blocks | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Responses(msgspec.Struct):
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Untold(Exception):
+    """Only the worker can tell the prompt; says why."""
+
+
+def _chat_of(path: str, body: bytes) -> _Chat:
+    """A body of any conversation, as chat. Raises _Untold, DecodeError, ValidationError,
+    InvalidRequest.
+    """
+    if path == "/v1/messages":
+        fields = message_prompt.prompt_fields(msgspec.json.decode(body, type=_Messages))
+    elif path == "/v1/responses":
+        said = msgspec.json.decode(body, type=_Responses)
+        if said.previous_response_id is not None:
+            raise _Untold("previous_response_id: the worker has what was said before")
+        fields = response_prompt.prompt_fields(said, input_items(said.input))
+    else:
+        chat = msgspec.json.decode(body, type=_Chat)
+        if chat.chat_template is not None:
+            raise _Untold("chat_template: the request brings its own")
+        return chat
+    return msgspec.convert({k: v for k, v in fields.items() if v is not None}, _Chat)
+
+
 class ModelTokens:
     """One model's template and tokenizer. Safe from several threads."""
 
@@ -68,22 +118,26 @@ class ModelTokens:
         self._native = self._template.facts.takes_tools and bool(form_of(card.chat_template))
         self.identity = prompt_identity(tokenizer, card, self._native)
 
-    def ids(self, path: str, body: bytes) -> array[int] | None:
-        """The prompt of a chat or completion body; None: only the worker can tell."""
+    def read(self, path: str, body: bytes) -> array[int] | str:
+        """The tokens of a body's prompt; or why only the worker can tell them."""
         try:
             if path == "/v1/completions":
                 said = msgspec.json.decode(body, type=_Completion)
                 special = said.add_special_tokens is not False
-                return self.pieces.encode(said.prompt, add_special=special) or None
-            chat = msgspec.json.decode(body, type=_Chat)
-            if chat.chat_template is not None or not chat.messages:
-                return None
+                return self.pieces.encode(said.prompt, add_special=special) or EMPTY
+            chat = _chat_of(path, body)
+            if not chat.messages:
+                return EMPTY
             tools = [] if chat.tool_choice == "none" else list(map(shown_tool, chat.tools or ()))
             asked = asked_by(chat, tools, self._template.facts.names)
             text = self._template.prompt(asked, self._native)
-            return self.pieces.encode(text, add_special=bool(chat.add_special_tokens)) or None
-        except (msgspec.DecodeError, RecursionError, HeadraceError):
-            return None
+            return self.pieces.encode(text, add_special=bool(chat.add_special_tokens)) or EMPTY
+        except _Untold as untold:
+            return str(untold)
+        except HeadraceError as error:
+            return error.message[:MOST_REASON]
+        except (msgspec.DecodeError, RecursionError) as error:
+            return f"the body: {error}"[:MOST_REASON]
 
 
 class Tokenising:
@@ -98,33 +152,42 @@ class Tokenising:
         self._waiting = 0
         self._threads = ThreadPoolExecutor(threads, "tokenise") if models else None
 
-    def start(self, path: str, prompt: Prompt) -> asyncio.Future[array[int] | None] | None:
+    def start(self, path: str, prompt: Prompt) -> asyncio.Future[array[int] | str] | None:
         """Tokenise the prompt. None: it goes on as it is, at once."""
         model = self.models.get(prompt.model)
-        if model is None or self._threads is None or prompt.ids is not None:
+        if prompt.ids is not None:
             return None
-        if path not in ("/v1/chat/completions", "/v1/completions") or _FIELD in prompt.body:
+        if model is None or self._threads is None or path not in GENERATES:
+            prompt.untokenised = NO_TOKENIZER
+            return None
+        if _FIELD in prompt.body:
+            prompt.untokenised = "prompt_ids: the request brings its own"
             return None
         if self._waiting >= MAX_WAITING:
+            prompt.untokenised = f"{MAX_WAITING} prompts are being tokenised"
             self._count("busy")
             return None
         self._waiting += 1
         loop = asyncio.get_running_loop()
-        done = loop.run_in_executor(self._threads, model.ids, path, prompt.body)
+        done = loop.run_in_executor(self._threads, model.read, path, prompt.body)
         done.add_done_callback(self._done)
         return done
 
-    def _done(self, done: asyncio.Future[array[int] | None]) -> None:
+    def _done(self, done: asyncio.Future[array[int] | str]) -> None:
         self._waiting -= 1
         if not done.cancelled():
-            self._count("worker" if done.exception() or done.result() is None else "ids")
+            worker = done.exception() is not None or isinstance(done.result(), str)
+            self._count("worker" if worker else "ids")
 
-    def take(self, prompt: Prompt, done: asyncio.Future[array[int] | None]) -> None:
+    def take(self, prompt: Prompt, done: asyncio.Future[array[int] | str]) -> None:
         """What came of `start`, into the prompt."""
         error = done.exception()
         if error is not None:
             log.error("a prompt could not be tokenised", exc_info=error)
-        elif (ids := done.result()) is not None:
+            prompt.untokenised = "an error, which is in the log"
+        elif isinstance(ids := done.result(), str):
+            prompt.untokenised = ids
+        else:
             prompt.ids, prompt.prompt_tokens = ids, len(ids)
             prompt.tokenizer = self.models[prompt.model].identity
 

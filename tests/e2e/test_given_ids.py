@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from headrace.gateway.tokenising import load_models
 from tests.e2e.serving import Server
 
 CHAT: dict[str, Any] = {
@@ -54,6 +56,48 @@ def test_completions_too(shared_server: Server) -> None:
     _, plain = shared_server.post("/v1/completions", TEXT)
     _, with_ids = shared_server.post("/v1/completions", TEXT | {"prompt_ids": field})
     assert with_ids["choices"] == plain["choices"]
+
+
+SAID = CHAT["messages"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("/v1/messages", {"messages": SAID, "max_tokens": 5}, "input_tokens"),
+        ("/v1/responses", {"input": SAID, "max_output_tokens": 16}, "input_tokens"),
+    ],
+)
+def test_other_conversations_too(
+    shared_server: Server, path: str, body: dict[str, Any], count: str
+) -> None:
+    """What the gateway makes of a body is taken, and it is what the server makes of it."""
+    server = shared_server
+    ids = load_models(["m=fake"], 2**20, print)["m"].read(path, json.dumps(body).encode())
+    assert not isinstance(ids, str)
+    before = given(server, "taken")
+    field = {"tokenizer": identity(server), "ids": ids.tolist()}
+    _, plain = server.post(path, body | {"temperature": 0})
+    _, with_ids = server.post(path, body | {"temperature": 0, "prompt_ids": field})
+    said = "output" if "output" in plain else "content"
+    for answer in (plain, with_ids):
+        usage = answer["usage"]
+        cached = usage.get("cache_read_input_tokens", 0)
+        assert usage["input_tokens"] + cached == len(ids)
+    texts = [str(answer[said][0].get("text") or answer[said][0]["content"][0]["text"])
+             for answer in (plain, with_ids)]  # fmt: skip
+    assert texts[0] == texts[1] != ""
+    assert given(server, "taken") == before + 1
+    status, refused = server.post(path, body | {"prompt_ids": {"tokenizer": "x", "ids": []}})
+    assert status == 400
+    assert "prompt_ids" in refused["error"]["message"]
+
+
+def test_ids_cannot_stand_for_what_was_said_before(shared_server: Server) -> None:
+    field = {"tokenizer": identity(shared_server), "ids": [1]}
+    body = {"input": "hi", "previous_response_id": "resp_1", "prompt_ids": field}
+    status, said = shared_server.post("/v1/responses", body)
+    assert (status, said["error"]["param"]) == (400, "prompt_ids")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -40,14 +40,14 @@ def fake() -> dict[str, ModelTokens]:
 def test_the_tokens_are_those_of_a_server() -> None:
     made = fake()["m"]
     body = b'{"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],"max_tokens":3}'
-    ids = made.ids("/v1/chat/completions", body)
-    assert ids is not None
+    ids = made.read("/v1/chat/completions", body)
+    assert not isinstance(ids, str)
     assert ids.tolist() == [257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
-    assert made.ids("/v1/completions", b'{"prompt":"ab"}') == array("I", [97, 98])
+    assert made.read("/v1/completions", b'{"prompt":"ab"}') == array("I", [97, 98])
     tools = b'{"messages":[{"role":"user","content":"hi"}],"tools":[{"function":{"name":"f"}}]%b}'
-    shown = made.ids("/v1/chat/completions", tools % b"")
-    hidden = made.ids("/v1/chat/completions", tools % b',"tool_choice":"none"')
-    assert shown is not None
+    shown = made.read("/v1/chat/completions", tools % b"")
+    hidden = made.read("/v1/chat/completions", tools % b',"tool_choice":"none"')
+    assert not isinstance(shown, str)
     assert hidden == ids
     assert len(shown) > len(ids)
 
@@ -66,7 +66,7 @@ def test_the_tokens_are_those_of_a_server() -> None:
     ],
 )
 def test_what_only_the_worker_can_judge(body: bytes) -> None:
-    assert fake()["m"].ids("/v1/chat/completions", body) is None
+    assert isinstance(fake()["m"].read("/v1/chat/completions", body), str)
 
 
 def test_sources_that_are_none() -> None:
@@ -105,11 +105,37 @@ async def test_other_bodies_pass_as_they_are() -> None:
         await call(made.port, own)
         await call(made.port, {"model": "m", "messages": [{"role": "wizard"}]})
         await call(made.port, {"model": "m", "prompt": [1, 2]}, "/v1/completions")
-        await call(made.port, {"model": "m", "input": "hi"}, "/v1/responses")
+        goes_on = {"model": "m", "input": "hi", "previous_response_id": "r"}
+        await call(made.port, goes_on, "/v1/responses", {"x-request-id": "r4"})
         assert worker.asked[0].json() == own
         assert all("prompt_ids" not in asked.json() for asked in worker.asked[1:])
-        assert await metric(made, "tokenised_total", outcome="worker") == 1
+        assert await metric(made, "tokenised_total", outcome="worker") == 2
         assert await metric(made, "tokenised_total", outcome="ids") == 0
+        told = (await get(made.port, "/gateway/decisions/r4")).json()
+        assert told["untokenised"].startswith("previous_response_id: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_every_conversation_is_tokenised(path: str, body: dict[str, Any]) -> None:
+    models = fake()
+    async with (
+        Mock(card={"tokenizer": models["m"].identity}) as worker,
+        gateway(worker, models=models) as made,
+    ):
+        sent = {"model": "m", **body}
+        await call(made.port, sent, path, {"x-request-id": "r"})
+        (asked,) = worker.asked
+        said = asked.json()
+        assert said.pop("prompt_ids")["ids"] == [257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
+        assert said == sent
+        told = (await get(made.port, "/gateway/decisions/r")).json()
+        assert (told["untokenised"], told["prompt_tokens_estimated"]) == (None, 21)
 
 
 async def test_streams_go_on_while_a_prompt_is_tokenised_and_a_client_may_leave(
@@ -117,14 +143,14 @@ async def test_streams_go_on_while_a_prompt_is_tokenised_and_a_client_may_leave(
 ) -> None:
     """The thread hangs: others are served, too many are not queued, who leaves is forgotten."""
     models, held = fake(), threading.Event()
-    real = ModelTokens.ids
+    real = ModelTokens.read
 
-    def slow(self: ModelTokens, path: str, body: bytes) -> array[int] | None:
+    def slow(self: ModelTokens, path: str, body: bytes) -> array[int] | str:
         if b"slow" in body:
             held.wait(20)
         return real(self, path, body)
 
-    monkeypatch.setattr(ModelTokens, "ids", slow)
+    monkeypatch.setattr(ModelTokens, "read", slow)
     monkeypatch.setattr(tokenising, "MAX_WAITING", 2)
     async with Mock() as worker, gateway(worker, models=models) as made:
         try:
@@ -165,8 +191,8 @@ async def test_events_and_tokens_meet() -> None:
     """
     models = fake()
     body = chat(TEXT)
-    ids = models["m"].ids("/v1/chat/completions", _raw(body))
-    assert ids is not None
+    ids = models["m"].read("/v1/chat/completions", _raw(body))
+    assert not isinstance(ids, str)
     blocks = len(ids) // 2
 
     async def hit(asked: Asked, out: Out) -> None:
