@@ -85,12 +85,12 @@ def command(
         for table in (_memory(plan), _decode(plan), _prefill(plan)):
             console.print(table)
             console.print()
-    beside = _beside(planner, url, asked) if url else []
+    served, beside = _beside(planner, url, asked) if url else ("", [])
     if as_json:
-        told = {"plan": plan, "beside": beside}
+        told = {"plan": plan, "served": served, "beside": beside}
         click.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
     elif beside:
-        console.print(_measured(beside))
+        console.print(_measured(served, beside))
 
 
 def _files(model: str) -> ModelFiles:
@@ -120,7 +120,8 @@ def _device(
     )
 
 
-def _beside(planner: Planner, url: str, asked: dict[str, Any]) -> list[Beside]:
+def _beside(planner: Planner, url: str, asked: dict[str, Any]) -> tuple[str, list[Beside]]:
+    """The server's name of its model, and what it took beside the limits."""
     try:
         from headrace.bench.beside import measure_beside
         from headrace.bench.load import Target, first_model, run_loop
@@ -137,7 +138,7 @@ def _beside(planner: Planner, url: str, asked: dict[str, Any]) -> list[Beside]:
             limit = planner.prefill(seen.tokens).limit
         share = limit.seconds / seen.seconds
         found.append(Beside(seen.kind, seen.batch, seen.tokens, limit.seconds, seen.seconds, share))
-    return found
+    return target.model, found
 
 
 def _table(*columns: str) -> Table:
@@ -200,8 +201,10 @@ def _prefill(plan: Plan) -> Table:
     return table
 
 
-def _measured(beside: list[Beside]) -> Table:
-    table = _table("measured:", "requests", "tokens", "limit ms", "measured ms", "limit/measured")
+def _measured(served: str, beside: list[Beside]) -> Table:
+    table = _table(
+        f"{served}, measured:", "requests", "tokens", "limit ms", "measured ms", "limit/measured"
+    )
     for one in beside:
         times = _number(one.limit_s * 1e3), _number(one.measured_s * 1e3)
         table.add_row(one.kind, f"{one.batch}", f"{one.tokens}", *times, f"{one.share:.0%}")

@@ -14,6 +14,7 @@ from headrace.bench import ablate
 from headrace.bench.techniques import TECHNIQUES, Load, Row, rows_of
 from headrace.bench.workload import Workload
 from headrace.cli.main import cli
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import Server
 from tests.unit.test_inspect import LLAMA_8B, folder
 
@@ -24,7 +25,9 @@ def test_a_plan_and_a_server(shared_server: Server, tmp_path: Path) -> None:
     args = ["plan", str(tmp_path), "--device", "h100", "--url", shared_server.url]
     small = ["--measure-batch", "1,3", "--measure-prompt", "20", "--measure-output", "9"]
     done = CliRunner().invoke(cli, [*args, *small, "--json"], catch_exceptions=False)
-    beside = json.loads(done.stdout)["beside"]
+    told = json.loads(done.stdout)
+    beside = told["beside"]
+    assert told["served"] == "fake"
     assert [(one["kind"], one["batch"]) for one in beside] == [
         ("decode", 1), ("decode", 3), ("prefill", 1),
     ]  # fmt: skip
@@ -33,7 +36,29 @@ def test_a_plan_and_a_server(shared_server: Server, tmp_path: Path) -> None:
         assert one["measured_s"] > 0
         assert one["share"] == pytest.approx(one["limit_s"] / one["measured_s"])
     shown = CliRunner().invoke(cli, [*args, *small], catch_exceptions=False).stdout
+    assert "fake, measured:" in shown
     assert "limit/measured" in shown
+
+
+def test_a_plan_of_the_default_model_and_its_server(default_server: ServeProcess) -> None:
+    """Model and device are those of the server: the limits are of what was measured."""
+    args = ["plan", "--device", "cpu", "--weights", "float32", "--kv-dtype", "float32"]
+    args += ["--url", default_server.url, "--json"]
+    small = ["--measure-batch", "1,4", "--measure-prompt", "20", "--measure-output", "9"]
+    done = CliRunner().invoke(cli, [*args, *small], catch_exceptions=False)
+    told = json.loads(done.stdout)
+    plan, beside = told["plan"], told["beside"]
+    (model,) = json.loads(default_server.get("/v1/models")[1])["data"]
+    assert plan["name"] == told["served"] == model["id"]
+    one, four, prompt = beside
+    assert (one["kind"], one["batch"], four["batch"], prompt["kind"]) == ("decode", 1, 4, "prefill")
+    # A step of one sequence reads the weights; a step of four those too, and more of the cache.
+    reads_s = plan["step_weight_bytes"] / plan["device"]["read_bytes_per_s"]
+    assert one["limit_s"] == pytest.approx(reads_s, rel=0.05)
+    assert one["limit_s"] <= four["limit_s"]
+    for row in beside:
+        assert row["tokens"] >= 20
+        assert row["share"] == pytest.approx(row["limit_s"] / row["measured_s"])
 
 
 def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
