@@ -342,6 +342,22 @@ def load(server: ServeProcess) -> Iterator[None]:
         thread.join()
 
 
+def variables() -> dict[str, tuple[str, str]]:
+    """Name of a variable -> the metric and the label that its values come from."""
+    found = {}
+    for one in json.loads(BOARD.read_text())["templating"]["list"]:
+        if one["type"] == "query":
+            match = re.fullmatch(r"label_values\((\w+), (\w+)\)", one["query"]["query"])
+            assert match, one
+            found[one["name"]] = match[1], match[2]
+    return found
+
+
+def among(values: list[str]) -> str:
+    """As Grafana writes several chosen values into a PromQL string."""
+    return "(" + "|".join(re.escape(value).replace("\\", r"\\") for value in values) + ")"
+
+
 @WITH_PROMETHEUS
 def test_every_query_of_the_dashboard_says_something(server: ServeProcess, tmp_path: Path) -> None:
     address = server.url.removeprefix("http://")
@@ -349,9 +365,15 @@ def test_every_query_of_the_dashboard_says_something(server: ServeProcess, tmp_p
         prometheus = Prometheus(tmp_path, address, gpu)
         try:
             until(lambda: prometheus.says('sum(up{job="headrace"}) == 2'), "both are scraped")
+            chosen = {}
+            for name, (metric, label) in variables().items():
+                given = partial(prometheus.get, f"label/{label}/values", **{"match[]": metric})
+                chosen[name] = until(given, f"values of ${name}")
+            assert chosen["instance"] == [address]
             for title, query in queries().items():
                 asked = query.replace("$__rate_interval", "5s")
-                asked = asked.replace("$model", ".*").replace("$instance", ".*")
+                asked = asked.replace("$model", among(chosen["model"]))
+                asked = asked.replace("$instance", among([address, gpu]))
                 until(partial(prometheus.says, asked), f"{title}: {asked}")
             groups = prometheus.get("rules")["groups"]
             rules = [rule for group in groups for rule in group["rules"]]
