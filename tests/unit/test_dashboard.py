@@ -123,7 +123,7 @@ def test_variables_are_defined_and_used() -> None:
 
 
 def test_no_panel_lies_on_another() -> None:
-    places = set()
+    places: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= COLUMNS
