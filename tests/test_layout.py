@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv": BASE | {"observe"},
     "children": set(),
     "pages": set(),
+    "web_page": {"errors", "config"},
     "sources": BASE | {"children"},
     "quant": BASE,
     "text": BASE | {"sources", "observe", "children"},
@@ -41,11 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "hooks": {"errors"},
-    "gateway": BASE | {"observe", "children", "sources", "text"},
+    "gateway": BASE | {"observe", "children", "sources", "text", "web_page"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
-    | {"hooks", "pages", "prices", "vectors"},
+    | {"hooks", "pages", "prices", "vectors", "web_page"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},
@@ -78,6 +79,7 @@ NO_TORCH |= {
     "planning",
     "accelerators",
     "vectors",
+    "web_page",
     "stages",
     "backends/fake",
     "backends/choose",

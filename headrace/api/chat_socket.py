@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,16 +29,6 @@ MAX_ID_CHARS = 64
 DONE = b"[DONE]"
 _HANDSHAKE = (b"connection", b"upgrade", b"content-length", b"content-type", b"x-request-id")
 _encode = msgspec.json.Encoder().encode
-
-
-def same_origin(headers: Mapping[bytes, bytes], allowed: Collection[str] = ()) -> bool:
-    """Whether whoever opens a WebSocket may: browsers let every page open one anywhere and only
-    name its origin. Programs name none.
-    """
-    origin = headers.get(b"origin")
-    if origin is None or "*" in allowed or origin.decode("latin-1") in allowed:
-        return True
-    return origin.partition(b"://")[2] == headers.get(b"host", b"")
 
 
 class Asked(msgspec.Struct):

@@ -24,6 +24,7 @@ from headrace.errors import Forbidden, HeadraceError, Unauthorized
 from headrace.observe.metrics import ApiMetrics
 from headrace.observe.trace_context import trace_context
 from headrace.observe.tracing import Tracer
+from headrace.web_page import same_origin
 
 access = logging.getLogger("headrace.access")
 
@@ -118,7 +119,7 @@ class Edge:
         headers = dict(scope["headers"])
         try:
             self._check_key(headers)
-            if not chat_socket.same_origin(headers, self._origins):
+            if not same_origin(headers, self._origins):
                 raise Forbidden("a page of another origin may not open a WebSocket here")
         except HeadraceError as error:
             await response_of(error, scope)(scope, receive, send)

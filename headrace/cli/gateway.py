@@ -19,7 +19,7 @@ import click
 import msgspec
 import uvloop
 
-from headrace.config import flag_of
+from headrace.config import flag_of, is_loopback
 from headrace.errors import ConfigError
 from headrace.gateway.app import Gateway, serve
 from headrace.gateway.board import Board
@@ -86,7 +86,7 @@ def command(
         raise ConfigError("no workers: --worker URL, or --config FILE", param="worker")
     settings = merge(file.gateway if file else {}, flags)
     doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
-    said = partial(_say, settings.host, len(workers))
+    said = partial(_say, settings, doorkeeper.keyed, len(workers))
     if settings.processes > 1:
         if any(worker.start is not None for worker in workers):
             raise ConfigError("workers are started by one process alone", param="processes")
@@ -171,9 +171,12 @@ def _serve_one(
     board.close()
 
 
-def _say(host: str, workers: int, port: int) -> None:
-    shown = f"[{host}]" if ":" in host else host
-    print(f"gateway: http://{shown}:{port}, {workers} workers", file=sys.stderr, flush=True)
+def _say(settings: GatewaySettings, keyed: bool, workers: int, port: int) -> None:
+    host = settings.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if settings.ui and (keyed or is_loopback(host)):
+        print(f"look: {url}/gateway/ui", file=sys.stderr)
+    print(f"gateway: {url}, {workers} workers", file=sys.stderr, flush=True)
 
 
 @command.command("drain")

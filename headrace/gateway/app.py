@@ -14,10 +14,12 @@ import msgspec
 
 from headrace import __version__
 from headrace.errors import HeadraceError, InvalidRequest, NotFound, ShuttingDown, WrongMethod
+from headrace.gateway import page
 from headrace.gateway.answers import body_of
 from headrace.gateway.board import Board
 from headrace.gateway.checks import Checks
 from headrace.gateway.connection import JSON, Client, Request, Serving
+from headrace.gateway.console import JOINED, Console, joined
 from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
@@ -48,7 +50,9 @@ RELAYED = GENERATES | {
 }
 OPEN = frozenset({"/health", "/ready"})  # need no key
 DECISIONS = "/gateway/decisions/"
-TOGETHER = frozenset({"/metrics", "/gateway/drain"})  # all processes behind a port are asked
+TOGETHER = frozenset(
+    {"/metrics", "/gateway/drain", *JOINED}
+)  # all processes behind a port are asked
 BACKLOG = 4096  # connections that the kernel holds until they are accepted
 TICK_S = 1.0
 
@@ -87,7 +91,8 @@ class Gateway:
             ratio, numbers = settings.trace_ratio, self.metrics.registry
             self.tracer = Tracer("headrace-gateway", endpoint, ratio, numbers)
         self.tokenising = Tokenising(models or {}, settings.tokenizer_threads, self._tokenised)
-        self.decisions = Decisions(settings.decisions)
+        self.decisions = Decisions(settings.decisions, settings.policy, self.fleet.knobs)
+        self.console = Console(settings, self.fleet, self.queue, doorkeeper, self.decisions)
         self._pumping = False
         self.draining = False
         self.exchanges: set[Exchange] = set()
@@ -101,7 +106,6 @@ class Gateway:
             "/ready": self._ready,
             "/version": lambda: (200, {"version": __version__}),
             "/v1/models": self._models,
-            "/gateway/workers": self._workers,
         }
 
     @property
@@ -219,9 +223,14 @@ class Gateway:
     def _handle(self, client: Client, request: Request) -> Serving | None:
         path = request.path
         try:
+            if page.is_page(path):
+                self._page(client, request)
+                return None
             if path not in OPEN:
                 if path == "/metrics" or path.startswith("/gateway/"):
                     self.doorkeeper.admit_admin(request.known)
+                    if path in page.DATA:
+                        page.check(self.settings.host, self.doorkeeper.keyed, request)
                 tenant = self.doorkeeper.admit(request.known)
             if path in RELAYED:
                 if request.method != b"POST":
@@ -264,6 +273,9 @@ class Gateway:
             client.answer(own.status, [JSON], own.body)
         elif path == "/metrics":
             client.answer(200, own.headers, merged(good))
+        elif path in JOINED:
+            told = joined(request.target, [msgspec.json.decode(body) for body in good])
+            client.answer(200, [JSON], msgspec.json.encode(told))
         elif path == "/gateway/drain":
             said = [msgspec.json.decode(body) for body in good]
             whole = {**said[0], "requests": sum(one["requests"] for one in said)}
@@ -288,12 +300,23 @@ class Gateway:
             if told is None:
                 raise NotFound("no such decision is kept", code="not_found")
             status, said = 200, told
+        elif path in self.console.routes:
+            self._only(request, b"GET")
+            status, said = 200, self.console.tell(request.target)
         elif path in self._routes:
             self._only(request, b"GET")
             status, said = self._routes[path]()
         else:
             raise NotFound(f"no route {path}", code="not_found")
         client.answer(status, [JSON], msgspec.json.encode(said))
+
+    def _page(self, client: Client, request: Request) -> None:
+        """The fleet page, if there is one."""
+        if not self.settings.ui:
+            raise NotFound("the fleet page is off", code="not_found")
+        self._only(request, b"GET")
+        page.check(self.settings.host, self.doorkeeper.keyed, request)
+        page.answer(client, request)
 
     @staticmethod
     def _only(request: Request, method: bytes) -> None:
@@ -309,30 +332,6 @@ class Gateway:
 
     def _models(self) -> tuple[int, Any]:
         return 200, {"object": "list", "data": list(self.fleet.models().values())}
-
-    def _workers(self) -> tuple[int, Any]:
-        now_s = time.monotonic()
-        rows = []
-        for worker in self.fleet.workers.values():
-            view = msgspec.to_builtins(worker.view(now_s))
-            state = "up" if worker.up else "down"
-            rows.append(
-                {
-                    **view,
-                    "state": "draining" if worker.draining else state,
-                    "why": worker.why,
-                    "breaker": worker.breaker.state,
-                    "kv_events": self.fleet.beliefs.tell(worker.name),
-                    "models": worker.models,
-                    "start": worker.start
-                    and {"state": worker.start.state, "why": worker.start.why},
-                }
-            )
-        names = [
-            {"name": n.url, "workers": len(n.targets), "age_s": n.age_s(now_s), "why": n.why}
-            for n in self.registry.names
-        ]
-        return 200, {"policy": self.settings.policy, "workers": rows, "names": names}
 
     def _drain_worker(self, body: bytes) -> tuple[int, Any]:
         """{"worker": URL, "drain": true}: it takes nothing new until told otherwise."""
@@ -351,13 +350,15 @@ class Gateway:
     def _tokenised(self, outcome: str) -> None:
         self.metrics.tokenised.add(outcome)
 
-    def decided(self, request_id: str, since_s: float, prompt: Prompt, placed: Placement) -> None:
+    def decided(
+        self, request_id: str, since_s: float, tenant: str, prompt: Prompt, placed: Placement
+    ) -> None:
         """A worker was chosen."""
         after_s = time.monotonic() - since_s
         self.metrics.decide_s.observe(after_s)
         metrics = self.metrics
         metrics.placements.add(placed.worker.name, placed.choice.reason)
-        self.decisions.decided(request_id, after_s, prompt, placed)
+        self.decisions.decided(request_id, after_s, tenant, prompt, placed)
 
     def used(self, request_id: str, prompt: Prompt, placed: Placement, usage: Usage) -> None:
         """A worker said what the request used."""

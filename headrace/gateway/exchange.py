@@ -189,7 +189,7 @@ class Exchange:
         self._placement, self.worker = placement, placement.worker
         self._tried.add(placement.worker.name)
         self._gateway.queue.serve(self._tenant.name, placement.lease.uncached_tokens, 0)
-        self._gateway.decided(self.id, self.since_s, self._prompt, placement)
+        self._gateway.decided(self.id, self.since_s, self._tenant.name, self._prompt, placement)
         connection = placement.worker.pool.take()
         if connection is None:
             self._connect(placement.worker)

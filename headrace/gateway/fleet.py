@@ -41,6 +41,7 @@ class Placement(msgspec.Struct, frozen=True):
     cached_tokens: tuple[int, ...]  # predicted, by worker of the view
     states: tuple[State, ...]  # of what is known there, by worker of the view
     old_names: tuple[tuple[str, str, float], ...] = ()  # name that no longer resolves, why, age_s
+    left_out: tuple[tuple[str, str], ...] = ()  # workers with the model that were none, and why
 
 
 class Fleet:
@@ -50,7 +51,7 @@ class Fleet:
         """board: other processes route to the same workers."""
         self._settings, self._board = settings, board
         self._policy = POLICIES[settings.policy]
-        self._knobs = Knobs(affinity=settings.affinity, decode_weight=settings.decode_weight)
+        self.knobs = Knobs(affinity=settings.affinity, decode_weight=settings.decode_weight)
         self._random = random.Random()
         self._placed = 0
         self._begun = False  # the first list of workers is here
@@ -139,7 +140,7 @@ class Fleet:
             prefix_key=prompt.prefix_key,
             session=prompt.session,
         )
-        choice = self._policy(view, ask, self._knobs)
+        choice = self._policy(view, ask, self.knobs)
         worker = free[choice.index]
         self._placed += 1
         uncached = prompt.prompt_tokens - cached[choice.index]
@@ -153,11 +154,21 @@ class Fleet:
             self.index.set_capacity(worker.name, max(1, most))
         self.index.insert(prompt.chain, worker.name, prompt.fine_chunks)
         if prompt.ids is not None:
-            computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self._knobs)
+            computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self.knobs)
             self.beliefs.placed(prompt, worker, now_s, computed_s)
         names = self.registry.names
         old = tuple([(n.url, n.why, n.age_s(now_s)) for n in names if n.why]) if names else ()
-        return Placement(worker, lease, view, choice, cached, states, old)
+        left_out = self._left_out(prompt, free, now_s) if len(free) < len(self.workers) else ()
+        return Placement(worker, lease, view, choice, cached, states, old, left_out)
+
+    def _left_out(
+        self, prompt: Prompt, free: Collection[Worker], now_s: float
+    ) -> tuple[tuple[str, str], ...]:
+        return tuple(
+            (worker.name, worker.why_not(now_s) or "tried before")
+            for worker in self.workers.values()
+            if worker not in free and worker.serves(prompt.model)
+        )
 
     def _nowhere(self, prompt: Prompt, tried: Collection[str], now_s: float) -> HeadraceError:
         """Why no worker is there for it; one that can be started is."""
@@ -174,7 +185,7 @@ class Fleet:
     def _check_target(self, prompt: Prompt, view: FleetView, cached: Sequence[int]) -> None:
         """Refuse early what would be late everywhere."""
         predicted_s = min(
-            predicted_ttft_s(worker, prompt.prompt_tokens - held, self._knobs)
+            predicted_ttft_s(worker, prompt.prompt_tokens - held, self.knobs)
             for worker, held in zip(view.workers, cached, strict=True)
         )
         if predicted_s > prompt.ttft_target_s:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 OUTPUT_WEIGHT = 2
 RATE_SHARE = 0.1  # of a new measurement in the time between two departures
@@ -85,6 +86,29 @@ class Queue:
         """What a tenant got (or, where negative, did not get after all)."""
         got = input_tokens + OUTPUT_WEIGHT * output_tokens
         self._served[tenant] = self._served.get(tenant, 0.0) + got
+
+    def served_of(self, tenant: str) -> float:
+        """What a tenant got so far, in weighted tokens; one that waited may have been lifted."""
+        return self._served.get(tenant, 0.0)
+
+    def waiting_of(self, tenant: str) -> int:
+        """How many of a tenant wait."""
+        return self._waits.get(tenant, 0)
+
+    def lines(self, now_s: float) -> list[dict[str, Any]]:
+        """Who waits, a row for each line, the most urgent first."""
+        return [
+            {
+                "model": model,
+                "priority": priority,
+                "tenant": tenant,
+                "waiting": len(line),
+                "oldest_s": round(now_s - line[0].since_s, 3),
+            }
+            for model, bands in self._models.items()
+            for priority, band in sorted(bands.items())
+            for tenant, line in band.items()
+        ]
 
     def pump(self, now_s: float) -> None:
         """A worker may have room: let those go that find one, in order."""

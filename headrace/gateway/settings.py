@@ -77,6 +77,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     shutdown_timeout_s: Seconds = 30.0
     ask_usage: bool = True
     decisions: Natural = 2000
+    ui: bool = True
     redis_url: str = ""
     redis_timeout_s: SomeSeconds = 0.05
     otlp_endpoint: str = ""
@@ -122,6 +123,7 @@ HELP: Mapping[str, str] = {
     "shutdown_timeout_s": "after SIGTERM, running requests have this long to end",
     "ask_usage": "ask workers for the usage of streams; the client sees it only if it asked too",
     "decisions": "newest decisions kept for /gateway/decisions",
+    "ui": "serve the fleet page at /gateway/ui: without keys, on a loopback address alone",
     "redis_url": "redis://HOST:PORT of a Redis or Valkey server through which several gateways "
     "share the limits of tenants; empty = every gateway has limits of its own",
     "redis_timeout_s": "a server of limits that takes longer is lost: each gateway then goes on "

@@ -40,8 +40,8 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Tenant:
     """One tenant, its tier and what it has taken."""
 
-    def __init__(self, name: str, tier: TierSpec) -> None:
-        self.name, self.tier = name, tier
+    def __init__(self, name: str, tier: TierSpec, tier_name: str) -> None:
+        self.name, self.tier, self.tier_name = name, tier, tier_name
         self.account = Account(
             Limits(
                 requests_per_min=tier.requests_per_min,
@@ -60,17 +60,18 @@ class Doorkeeper:
         self.limited = any(
             tier.requests_per_min or tier.tokens_per_min or tier.parallel for tier in tiers.values()
         )
-        self._anybody = Tenant("", tiers.get("default", TierSpec()))
+        self._anybody = Tenant("", tiers.get("default", TierSpec()), "default")
         self._seen: dict[bytes, tuple[Tenant, bool]] = {}  # known keys that came: no digest twice
         self._known: dict[bytes, tuple[bytes, Tenant, bool]] = {}
         tenants: dict[str, Tenant] = {}
+        self.tenants: Mapping[str, Tenant] = tenants if keys else {"": self._anybody}
         for spec in keys:
             digest = _digest_of(spec.key)
             if spec.tier and spec.tier not in tiers:
                 raise ConfigError(f"a key names the tier {spec.tier!r}, which is not there")
             tier = tiers.get(spec.tier or "default", TierSpec())
             name = spec.tenant or HASHED + digest.hex()[:16]
-            tenant = tenants.setdefault(name, Tenant(name, tier))
+            tenant = tenants.setdefault(name, Tenant(name, tier, spec.tier or "default"))
             if tenant.tier != tier:
                 raise ConfigError(f"tenant {name!r} has keys of two tiers")
             if digest in self._known:

@@ -57,6 +57,16 @@ class Worker(Load):
             return False
         return self.breaker.closed or self.breaker.admits(now_s)
 
+    def why_not(self, now_s: float) -> str:
+        """What keeps a new request away; "" = nothing."""
+        if not self.up:
+            return "down"
+        if self.draining or self.gone:
+            return "draining"
+        if not (self.breaker.closed or self.breaker.admits(now_s)):
+            return "breaker open"
+        return "" if self.has_room else "full"
+
     def comes(self, now_s: float) -> bool:
         """Not up, but it will be: the gateway starts it, from now on if not before."""
         return (

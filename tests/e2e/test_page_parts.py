@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page, expect
 
-from headrace.api.page import load_files
+from headrace.web_page import load_files
 from tests.devices import WITHOUT_BROWSER
 from tests.e2e.browser import browser, visit
 from tests.e2e.serving import Server

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.app import create_app
 from headrace.api.exchange import Exchanges
-from headrace.api.page import FOLDER, load_files
 from headrace.api.service import Service
 from headrace.config import Settings, is_loopback
 from headrace.engine.client import EngineClient
@@ -22,6 +21,7 @@ from headrace.observe.metrics import ApiMetrics
 from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.text.tokenizer import load_tokenizer
+from headrace.web_page import FOLDER, load_files
 
 FILES = ModelFiles("fake", "fake", Path())
 HERE = "http://127.0.0.1:8000"
@@ -163,6 +163,7 @@ def test_loopback() -> None:
 def test_the_pictures_of_its_docs() -> None:
     docs = Path(__file__).parents[2] / "docs"
     shown = re.findall(r"\]\((ui/[\w-]+\.png)\)", (docs / "ui.md").read_text())
+    shown += re.findall(r"\]\((ui/[\w-]+\.png)\)", (docs / "gateway-page.md").read_text())
     assert {str(path.relative_to(docs)) for path in (docs / "ui").iterdir()} == set(shown)
     for name in shown:
         assert (docs / name).stat().st_size < 300_000, name

@@ -4,10 +4,10 @@ import { bytes, count, ms, percent } from "./format.js";
 import { perFrame } from "./frame.js";
 import { kvMap } from "./kv_map.js";
 import { KEPT, history, moment, trouble } from "./live.js";
-import { drawLine, plot } from "./plot.js";
+import { multiples } from "./multiples.js";
 import { place } from "./route.js";
 
-const MULTIPLES = [
+const FIGURES = [
   ["running", (now) => now.running, count],
   ["waiting", (now) => now.waiting, count],
   ["output tok/s", (now) => now.tokens_per_s, count],
@@ -18,7 +18,7 @@ const MULTIPLES = [
 const MOST_STEPS = 12;
 
 export function startFleet(box) {
-  const multiples = MULTIPLES.map(multiple);
+  const plots = multiples(FIGURES, history, KEPT);
   const memory = el("div");
   const device = el("div");
   const steps = el("div");
@@ -30,11 +30,7 @@ export function startFleet(box) {
       { class: "fleet" },
       el("h2", { text: "Fleet" }),
       problem,
-      el(
-        "div",
-        { class: "multiples" },
-        multiples.map((one) => one.node),
-      ),
+      plots.node,
       el(
         "div",
         { class: "halves" },
@@ -48,7 +44,7 @@ export function startFleet(box) {
     const now = moment.value;
     if (place.value.view !== "fleet" || !now) return;
     if (!map.firstChild) map.append(...kvMap());
-    for (const one of multiples) one.show(now);
+    plots.show(now);
     memory.replaceChildren(ledger(now.ledger ?? []));
     device.replaceChildren(deviceFacts(now.device ?? {}));
     steps.replaceChildren(lastSteps(now.last_steps ?? []));
@@ -56,42 +52,6 @@ export function startFleet(box) {
   moment.watch(show);
   place.watch(show);
   trouble.watch((words) => (problem.textContent = words));
-}
-
-function multiple([name, read, write]) {
-  const value = el("span", { class: "value", text: "–" });
-  const { node, redraw, describe } = plot({
-    height: 42,
-    words: name,
-    draw(context, width, height, colour) {
-      const values = history.map((one) => read(one) ?? 0);
-      context.fillStyle = colour.grid;
-      context.fillRect(0, height - 1, width, 1);
-      drawLine(
-        context,
-        width,
-        height,
-        colour,
-        values,
-        write === percent ? 1 : Math.max(1, ...values),
-        KEPT,
-      );
-    },
-  });
-  const show = (now) => {
-    value.textContent = write(read(now));
-    describe(`${name}: ${value.textContent}`);
-    redraw();
-  };
-  return {
-    node: el(
-      "div",
-      { class: "multiple" },
-      el("div", { class: "row" }, el("h3", { text: name }), value),
-      node,
-    ),
-    show,
-  };
 }
 
 function ledger(entries) {

@@ -1,9 +1,11 @@
 // The field for the key, when the server asks for one.
-import { again } from "./live.js";
-import { look } from "./records.js";
 import { keepKey, locked } from "./server.js";
 
-export function startLogin(onOpen) {
+/**
+ * tried: asks the server for something, with the key; it may say what is wrong with that key.
+ * opened: called when it was let in.
+ */
+export function startLogin(tried, opened) {
   const dialog = document.getElementById("login");
   const input = document.getElementById("login-key");
   const problem = document.getElementById("login-problem");
@@ -12,15 +14,14 @@ export function startLogin(onOpen) {
     keepKey(input.value.trim());
     input.value = "";
     locked.set(false);
-    await onOpen();
-    if (locked.value) {
-      problem.textContent = "The server does not know this key.";
+    const wrong = await tried();
+    if (locked.value || wrong) {
+      problem.textContent = wrong || "The server does not know this key.";
       return;
     }
     problem.textContent = "";
     dialog.close();
-    again();
-    look();
+    opened();
   });
   const show = () => locked.value && !dialog.open && dialog.showModal();
   dialog.addEventListener("cancel", (event) => event.preventDefault()); // nothing works without it

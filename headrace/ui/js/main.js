@@ -3,10 +3,10 @@ import { Chat } from "./chat.js";
 import { el } from "./dom.js";
 import { startFleet } from "./fleet.js";
 import { count } from "./format.js";
-import { moment, startLive, trouble } from "./live.js";
+import { again, moment, startLive, trouble } from "./live.js";
 import { startLogin } from "./login.js";
 import { startPipeline } from "./pipeline.js";
-import { startRecords } from "./records.js";
+import { look, startRecords } from "./records.js";
 import { startRingList } from "./ring_list.js";
 import { place } from "./route.js";
 import { getJson } from "./server.js";
@@ -60,7 +60,10 @@ function startPulse(bar) {
 
 startTheme(byId("theme"));
 startPulse(byId("pulse"));
-startLogin(nameModel);
+startLogin(nameModel, () => {
+  again();
+  look();
+});
 startPipeline(byId("pipeline"));
 startFleet(byId("view-fleet"));
 startRingList(byId("ring"));

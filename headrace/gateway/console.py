@@ -1,0 +1,196 @@
+"""What an operator asks of a gateway: rows about workers, queue, tenants and decisions.
+
+Each is a plain value. What one process alone knows is asked of all (`joined` puts it together), so
+that an operator sees one gateway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from headrace.errors import InvalidRequest
+from headrace.gateway.decisions import Decisions
+from headrace.gateway.fleet import Fleet
+from headrace.gateway.queue import Queue
+from headrace.gateway.settings import GatewaySettings
+from headrace.gateway.tenants import Doorkeeper, Tenant
+from headrace.gateway.worker import Worker
+
+Said = dict[str, Any]
+MOST_ROWS = 1000
+ROWS = 50  # unless the query says otherwise
+
+
+class Console:
+    """Routes of GET that need an operator's key."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        fleet: Fleet,
+        queue: Queue,
+        doorkeeper: Doorkeeper,
+        decisions: Decisions,
+    ) -> None:
+        self._settings, self._fleet, self._queue = settings, fleet, queue
+        self._doorkeeper, self._decisions = doorkeeper, decisions
+        self.routes: dict[str, Callable[[bytes], Said]] = {
+            "/gateway/workers": self._workers,
+            "/gateway/queue": self._waiting,
+            "/gateway/tenants": self._tenants,
+            "/gateway/decisions": self._newest,
+        }
+
+    def tell(self, target: bytes) -> Said:
+        """What a route says; target: path and query. Raises InvalidRequest for another query."""
+        path, _, query = target.partition(b"?")
+        return self.routes[path.decode("latin-1")](query)
+
+    def _workers(self, query: bytes) -> Said:
+        _asked(query)
+        now_s = time.monotonic()
+        rows = [self._worker(worker, now_s) for worker in self._fleet.workers.values()]
+        names = [
+            {"name": n.url, "workers": len(n.targets), "age_s": n.age_s(now_s), "why": n.why}
+            for n in self._fleet.registry.names
+        ]
+        return {"policy": self._settings.policy, "workers": rows, "names": names}
+
+    def _worker(self, worker: Worker, now_s: float) -> Said:
+        state = "up" if worker.up else "down"
+        return {
+            **msgspec.to_builtins(worker.view(now_s)),
+            "state": "draining" if worker.draining else state,
+            "why": worker.why,
+            "breaker": worker.breaker.state,
+            "index": self._fleet.beliefs.state(worker.name),
+            "kv_events": self._fleet.beliefs.tell(worker.name),
+            "max_requests": worker.spec.max_requests,
+            "models": worker.models,
+            "start": worker.start and {"state": worker.start.state, "why": worker.start.why},
+        }
+
+    def _waiting(self, query: bytes) -> Said:
+        _asked(query)
+        tenants = self._doorkeeper.tenants
+        lines = self._queue.lines(time.monotonic())
+        for line in lines:
+            line["tier"] = tenants[line["tenant"]].tier_name
+        return {
+            "waiting": len(self._queue),
+            "most": self._settings.max_queue,
+            "predicted_wait_s": self._queue.predicted_wait_s(),
+            "lines": lines,
+        }
+
+    def _tenants(self, query: bytes) -> Said:
+        """Those that got most first."""
+        limit = _limit(_asked(query, "limit"))
+        tenants = self._doorkeeper.tenants
+        now_s = time.monotonic()
+        rows = [self._tenant(tenant, now_s) for tenant in tenants.values()]
+        return {"tenants": _most_served(rows)[:limit], "known": len(rows)}
+
+    def _tenant(self, tenant: Tenant, now_s: float) -> Said:
+        account = tenant.account
+        buckets = {"requests_per_min": account.requests, "tokens_per_min": account.tokens}
+        told = {name: bucket.told(now_s) for name, bucket in buckets.items() if bucket is not None}
+        return {
+            "name": tenant.name,
+            "tier": tenant.tier_name,
+            "priority": tenant.tier.priority,
+            "running": account.running,
+            "waiting": self._queue.waiting_of(tenant.name),
+            "served_tokens": self._queue.served_of(tenant.name),
+            "parallel": account.limits.parallel or None,
+            **{
+                name: {"limit": limit, "remaining": left, "reset_s": round(owed_s, 3)}
+                for name, (limit, left, owed_s) in told.items()
+            },
+        }
+
+    def _newest(self, query: bytes) -> Said:
+        asked = _asked(query, "limit", "silent")
+        silent = asked.get("silent", "0")
+        if silent not in ("0", "1"):
+            raise InvalidRequest("silent: 0 or 1", param="silent")
+        return {"decisions": self._decisions.newest(_limit(asked), silent=silent == "1")}
+
+
+def _asked(query: bytes, *known: str) -> dict[str, str]:
+    """The query's fields. Raises InvalidRequest for one that is not known."""
+    asked = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
+    for name in asked:
+        if name not in known:
+            raise InvalidRequest(f"{name!r}: no such field of this query", param=name)
+    return asked
+
+
+def _limit(asked: dict[str, str]) -> int:
+    text = asked.get("limit", str(ROWS))
+    if not (text.isdigit() and len(text) < 9 and 1 <= int(text) <= MOST_ROWS):
+        raise InvalidRequest(f"limit: 1 to {MOST_ROWS}", param="limit")
+    return int(text)
+
+
+def _most_served(rows: Sequence[Said]) -> list[Said]:
+    return sorted(rows, key=lambda row: (-row["served_tokens"], row["name"]))
+
+
+# ------------------------------------------------------------ several processes
+
+
+def joined(target: bytes, said: Sequence[Said]) -> Said:
+    """What several processes answer to one route, as one; `JOINED` has the routes."""
+    path, _, query = target.partition(b"?")
+    return JOINED[path.decode("latin-1")](said, query)
+
+
+def _one_queue(said: Sequence[Said], query: bytes) -> Said:
+    lines: dict[tuple[Any, ...], Said] = {}
+    for line in (line for one in said for line in one["lines"]):
+        key = (line["model"], line["priority"], line["tenant"])
+        if key in lines:
+            line["waiting"] += lines[key]["waiting"]
+            line["oldest_s"] = max(line["oldest_s"], lines[key]["oldest_s"])
+        lines[key] = line
+    return {
+        "waiting": sum(one["waiting"] for one in said),
+        "most": sum(one["most"] for one in said),
+        "predicted_wait_s": max(one["predicted_wait_s"] for one in said),
+        "lines": list(lines.values()),
+    }
+
+
+def _one_list_of_tenants(said: Sequence[Said], query: bytes) -> Said:
+    rows: dict[str, Said] = {}
+    for row in (row for one in said for row in one["tenants"]):
+        other = rows.get(row["name"])
+        if other is not None:
+            for name in ("running", "waiting", "served_tokens"):
+                row[name] += other[name]
+            for name in ("requests_per_min", "tokens_per_min"):
+                if name in row:  # whoever asked the limits' server last knows of the most
+                    row[name] = min(row[name], other[name], key=lambda told: told["remaining"])
+        rows[row["name"]] = row
+    ordered = _most_served(list(rows.values()))
+    limit = _limit(_asked(query, "limit"))
+    return {"tenants": ordered[:limit], "known": max(one["known"] for one in said)}
+
+
+def _one_list_of_decisions(said: Sequence[Said], query: bytes) -> Said:
+    rows = [row for one in said for row in one["decisions"]]
+    rows.sort(key=lambda row: -row["at_s"])
+    return {"decisions": rows[: _limit(_asked(query, "limit", "silent"))]}
+
+
+JOINED: dict[str, Callable[[Sequence[Said], bytes], Said]] = {
+    "/gateway/queue": _one_queue,
+    "/gateway/tenants": _one_list_of_tenants,
+    "/gateway/decisions": _one_list_of_decisions,
+}

@@ -1,0 +1,52 @@
+// The newest decisions, to choose one of; all, or the misses that were silent.
+import { el } from "../dom.js";
+import { clock, count } from "../format.js";
+import { rowList } from "../row_list.js";
+import { choose, place } from "./route.js";
+import { newest, silent } from "./watch.js";
+import { nameOf } from "./words.js";
+
+export function startNewestList(pane) {
+  const list = rowList("Newest decisions", parts, choose);
+  const none = el("p", { class: "empty" });
+  const only = el("input", { type: "checkbox", id: "only-silent" });
+  only.addEventListener("change", () => silent.set(only.checked));
+  pane.append(
+    el(
+      "div",
+      { class: "pane-head" },
+      el("h2", { text: "Decisions" }),
+      el("label", { class: "label", for: "only-silent" }, only, " silent misses alone"),
+    ),
+    none,
+    list.node,
+  );
+  const show = () => {
+    none.hidden = newest.value.length > 0;
+    none.textContent = silent.value ? "No miss was silent." : "No request yet.";
+    list.show(newest.value, place.value.id);
+  };
+  newest.watch(show);
+  place.watch(show);
+  show();
+}
+
+function parts(one) {
+  const { predicted, confirmed, silent_miss: missed } = one.cached_tokens;
+  const again = one.attempts > 1 ? `, ${one.attempts} attempts` : "";
+  return [
+    el("span", { class: "id mono", text: one.id }),
+    el("span", {
+      class: missed ? "label problem" : "label",
+      text: missed ? "silent miss" : (one.status ?? "running"),
+    }),
+    el("span", { class: "label", text: `${clock(one.at_s)}  ${one.reason}${again}` }),
+    el("span", {
+      class: "num",
+      title: "cached tokens: predicted, and as the engine says",
+      text: `${count(predicted)} / ${confirmed === null ? "–" : count(confirmed)}`,
+    }),
+    el("span", { class: "label", text: one.worker.replace(/^http:\/\//, "") }),
+    el("span", { class: "label", text: nameOf(one.tenant) }),
+  ];
+}

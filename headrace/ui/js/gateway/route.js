@@ -1,0 +1,32 @@
+// What is shown is in the address: #/fleet or #/decision/ID.
+import { cell } from "../cell.js";
+
+const VIEWS = ["fleet", "decision"];
+
+let before = { view: "fleet", id: "" };
+
+/** {view, id of a request} */
+export const place = cell(read());
+
+addEventListener("hashchange", () => place.set(read()));
+
+/** Show why a request went where it went. */
+export function choose(id) {
+  location.hash = `#/decision/${encodeURIComponent(id)}`;
+}
+
+function read() {
+  const [, view, id = ""] = location.hash.split("/");
+  const known = VIEWS.includes(view) ? view : "fleet";
+  return (before = { view: known, id: decoded(id) || before.id });
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return "";
+  }
+}
+
+export { VIEWS };

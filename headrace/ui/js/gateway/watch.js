@@ -1,0 +1,85 @@
+// What the gateway says, once a second. Nothing is asked while nobody looks.
+import { cell } from "../cell.js";
+import { getJson } from "../server.js";
+import { place } from "./route.js";
+
+const REST_MS = 1000; // between looks
+export const LIMIT = 50;
+export const KEPT = 120; // moments in the small plots: two minutes
+
+/** {workers, names, policy, queue, tenants, known}, or null before the first look. */
+export const fleet = cell(null);
+/** The newest decisions, newest first. */
+export const newest = cell([]);
+/** Whether only misses that were silent are listed. */
+export const silent = cell(false);
+/** {decision} of the chosen request, {id, problem}, or {} when none is chosen. */
+export const chosen = cell({});
+/** "", or why nothing new is known. */
+export const trouble = cell("");
+/** The last KEPT values of `fleet`. */
+export const history = [];
+
+let looking = false;
+let again = false;
+
+export function startWatch() {
+  place.watch(look);
+  silent.watch(look);
+  document.addEventListener("visibilitychange", () => document.hidden || look());
+  setInterval(() => document.hidden || look(), REST_MS);
+  return look();
+}
+
+/** Look now: something was chosen. */
+export async function look() {
+  if (looking) {
+    again = true; // once more when this look is over
+    return;
+  }
+  looking = true;
+  try {
+    do {
+      again = false;
+      await lookOnce();
+    } while (again);
+  } finally {
+    looking = false;
+  }
+}
+
+async function lookOnce() {
+  try {
+    const only = silent.value;
+    const [workers, queue, tenants, decisions] = await Promise.all([
+      getJson("workers"),
+      getJson("queue"),
+      getJson(`tenants?limit=${LIMIT}`),
+      getJson(`decisions?limit=${LIMIT}&silent=${only ? 1 : 0}`),
+      lookAtChosen(),
+    ]);
+    const now = { ...workers, queue, ...tenants };
+    history.push(now);
+    if (history.length > KEPT) history.shift();
+    fleet.set(now);
+    if (only === silent.value) newest.set(decisions.decisions);
+    trouble.set("");
+  } catch (error) {
+    trouble.set(error.status ? error.message : "the gateway does not answer");
+  }
+}
+
+async function lookAtChosen() {
+  const { id } = place.value;
+  if (!id) return chosen.set({});
+  const { decision } = chosen.value;
+  if (decision?.id === id && decision.status !== null) return;
+  try {
+    const found = await getJson(`decisions/${encodeURIComponent(id)}`);
+    if (place.value.id === id) chosen.set({ decision: found });
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    if (place.value.id === id && chosen.value.problem !== error.message)
+      chosen.set({ id, problem: error.message });
+  }
+}

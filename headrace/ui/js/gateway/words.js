@@ -1,0 +1,33 @@
+// What the gateway's short names mean.
+
+const REASONS = {
+  prefix: "the best score, and nobody holds more of the prompt",
+  "holder is busy": "the best score: whoever holds more is busier than that is worth",
+  cold: "nobody holds a share worth going for, so the least load",
+  load: "the least load",
+  balance: "requests are unevenly spread, so the fewest",
+  draw: "drawn by chance",
+  turn: "chosen longest ago",
+  hash: "where the prompt's beginning hashes to",
+  overflow: "where its beginning hashes to is too busy: the next on the ring",
+  session: "where its session hashes to",
+  score: "the most points",
+};
+
+export function reasonOf(name) {
+  return REASONS[name] ?? name;
+}
+
+/** A tenant; where there are no keys all are one, without a name. */
+export function nameOf(tenant) {
+  return tenant || "everybody";
+}
+
+/** What became of a prediction: [words, whether it is a fault]. */
+export function verdictOf({ predicted, confirmed, silent_miss: silent }) {
+  if (confirmed === null) return ["the worker has not said what it found", false];
+  if (silent) return ["a silent miss: the worker found none of it and said nothing else", true];
+  if (confirmed < predicted) return [`${predicted - confirmed} fewer than predicted`, false];
+  if (confirmed > predicted) return [`${confirmed - predicted} more than predicted`, false];
+  return ["as predicted", false];
+}
