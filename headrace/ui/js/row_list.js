@@ -1,4 +1,4 @@
-// A list of things to choose one of. Rows stay while their things do, so focus and selection do too.
+// A list of things to choose one of. Rows stay while their things do, and with them the focus.
 import { el } from "./dom.js";
 import { mark, rove } from "./roving.js";
 
