@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.backends.cpu.device import KV_SHARE, free_memory_bytes
 from headrace.config import ENV_PREFIX, Settings, flag_of
+from headrace.engine.kv_events import binds
 from headrace.errors import ConfigError
 from headrace.gateway.app import Gateway
 from headrace.gateway.registry import Apply, Named
@@ -23,7 +24,10 @@ from headrace.gateway.settings import WorkerSpec
 from headrace.gateway.starts import StartSpec
 
 _FOR_USERS = ("try: ", "look: ")  # lines of a server that name its own address
-_OURS = ("model", "host", "port", "api_key", "usage_log", "kv_memory")  # said for each replica anew
+_OURS = frozenset({
+    "model", "host", "port", "api_key", "usage_log", "kv_memory", "kv_events_endpoint",
+    "kv_events_replay_endpoint",
+})  # said for each replica anew  # fmt: skip
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> list[str]:
@@ -86,6 +90,7 @@ def workers(
     folder: of this user alone. Nobody but the gateway knows the replicas' key.
     """
     count = len(shares.cores)
+    events = event_endpoints(settings, count, folder)
     key = secrets.token_urlsafe(32)
     passed = [text for name, value in flags.items() for text in _argument(name, value)]
     config = ["--config", str(config_file)] if config_file else []
@@ -94,9 +99,9 @@ def workers(
         more = ["--host", "127.0.0.1", "--port", str(port)]
         if shares.kv_memory:
             more += ["--kv-memory", shares.kv_memory]
-        if settings.prefix_caching and not settings.kv_events_endpoint:
-            more += ["--kv-events-endpoint", f"ipc://{folder}/events-{i}"]
-            more += ["--kv-events-replay-endpoint", f"ipc://{folder}/replay-{i}"]
+        if events:
+            endpoint, replay = events[i]
+            more += ["--kv-events-endpoint", endpoint, "--kv-events-replay-endpoint", replay]
         if settings.usage_log:
             log = Path(settings.usage_log)
             more += ["--usage-log", str(log.with_name(f"{log.stem}.{i}{log.suffix}"))]
@@ -115,6 +120,48 @@ def workers(
             WorkerSpec(url=f"http://127.0.0.1:{port}", models=(name,), api_key=key, start=start)
         )
     return tuple(specs)
+
+
+def event_endpoints(settings: Settings, count: int, folder: Path) -> list[tuple[str, str]]:
+    """Where each replica publishes its KV events and is asked for old ones; []: nowhere.
+
+    The user's port, or path, is that of the first; the next count on from it. What the user does
+    not name lies in `folder`, for the gateway alone. Raises ConfigError.
+    """
+    if not settings.prefix_caching or settings.engine != "headrace":
+        return []
+    key, endpoint = "kv_events_endpoint", settings.kv_events_endpoint
+    if endpoint.startswith("tcp://") and not binds(endpoint):
+        raise ConfigError(
+            f"{key} = {endpoint!r}: each replica listens at a port of its own: tcp://*:PORT",
+            param=key,
+        )
+    replay_key = "kv_events_replay_endpoint"
+    replay = settings.kv_events_replay_endpoint or f"ipc://{folder}/replay"
+    published = _numbered(key, endpoint or f"ipc://{folder}/events", count)
+    asked = _numbered(replay_key, replay, count)
+    taken = [_place(address) for address in (*published, *asked)]
+    if len(set(taken)) < len(taken):
+        raise ConfigError(
+            f"{key} = {endpoint!r} and {replay_key} = {replay!r}: {count} replicas count on from "
+            f"each, and meet: leave {count} ports between them",
+            param=replay_key,
+        )
+    return list(zip(published, asked, strict=True))
+
+
+def _numbered(key: str, address: str, count: int) -> list[str]:
+    if address.startswith("ipc://"):
+        return [f"{address}-{i}" for i in range(count)]
+    host, _, port = address.rpartition(":")
+    if int(port) + count > 2**16:
+        raise ConfigError(f"{key} = {address!r}: no {count} ports from there on", param=key)
+    return [f"{host}:{int(port) + i}" for i in range(count)]
+
+
+def _place(address: str) -> str:
+    """Two that have the same cannot both be listened at, whatever the interface."""
+    return address if address.startswith("ipc://") else address.rpartition(":")[2]
 
 
 def _argument(name: str, value: object) -> list[str]:

@@ -230,11 +230,14 @@ def _parents_first(held: dict[bytes, _Block]) -> Iterator[bytes]:
         yield from reversed(path)
 
 
+def binds(address: str) -> bool:
+    """vLLM's rule: an address that names no host is listened at, to another one connects."""
+    return "*" in address or "::" in address or not address.startswith("tcp://")
+
+
 def _join(to: zmq.Socket[bytes], address: str, key: str, *, bind: bool = False) -> None:
-    """vLLM's rule: an address that names no host binds, another connects."""
-    binds = bind or "*" in address or "::" in address or not address.startswith("tcp://")
     try:
-        if binds:
+        if bind or binds(address):
             to.bind(address)
         else:
             to.connect(address)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -18,10 +25,46 @@ ROOT = Path(__file__).resolve().parents[2]
 UP = [sys.executable, "-W", "error", "-m", "headrace.cli.main", "up"]
 
 
+def ports(count: int) -> int:
+    """The first of so many that nobody listens at, below those that the system gives away."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")
+
+
+def asked(url: str, path: str) -> Any:
+    request = urllib.request.Request(f"{url}{path}", headers={"authorization": "Bearer secret"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return json.load(answer)
+
+
+def predicted(url: str, client: openai.OpenAI) -> dict[str, Any]:
+    """What was predicted of a prompt that a replica has computed, beside what was found."""
+    prompt = "which replica has this? " * 20
+    client.completions.create(model="fake", prompt=prompt, max_tokens=1)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        rows = asked(url, "/gateway/workers")["workers"]
+        events = [row["kv_events"] for row in rows if row["kv_events"]]
+        if {e["state"] for e in events} == {"exact"} and any(e["blocks"] > 20 for e in events):
+            break
+        assert time.monotonic() < deadline_s, rows
+        time.sleep(0.05)
+    answer = client.completions.with_raw_response.create(model="fake", prompt=prompt, max_tokens=1)
+    told = asked(url, f"/gateway/decisions/{answer.headers['x-request-id']}")
+    compared: dict[str, Any] = told["cached_tokens"]
+    return compared
+
+
 def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
-    """The key of `--api-key` is the gateway's; both replicas answer; SIGTERM ends all of it."""
+    """The key of `--api-key` is the gateway's; both replicas answer, each publishes its events at a
+    port of its own, where the gateway hears them; SIGTERM ends all of it."""
     log = tmp_path / "usage.jsonl"
     args = ["--replicas", "2", "--backend", "fake", "--port", "0", "--usage-log", str(log)]
+    args += ["--kv-events-endpoint", f"tcp://*:{ports(2)}"]
     process = subprocess.Popen(
         [*UP, *args, "--api-key", "secret"], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -44,6 +87,9 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
                 answer = client.completions.create(model="fake", prompt=f"{i} x", max_tokens=3)
                 assert answer.usage is not None
                 assert answer.usage.completion_tokens == 3
+            compared = predicted(url, client)
+            assert compared["index"] == "exact"
+            assert compared["predicted"] == compared["confirmed"] > 400
         process.send_signal(signal.SIGTERM)
         said += process.stderr.read().splitlines(keepends=True)
         assert process.wait(2 * PATIENCE_S) == 0, said
@@ -56,7 +102,7 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
     assert text.count("| stopped") == 2
     assert "secret" not in text
     logs = [tmp_path / f"usage.{i}.jsonl" for i in range(2)]
-    assert sum(len(file.read_text().splitlines()) for file in logs) == 4, "a log each"
+    assert sum(len(file.read_text().splitlines()) for file in logs) == 6, "a log each"
 
 
 def test_what_cannot_be_is_said_before_anything_starts() -> None:

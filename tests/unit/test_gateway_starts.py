@@ -18,7 +18,7 @@ from headrace.gateway.app import Gateway
 from headrace.gateway.registry import StaticRegistry
 from headrace.gateway.settings import WorkerSpec, read_fleet
 from headrace.gateway.starts import Started, StartSpec
-from headrace.replicas import Replicas, Shares, visible_gpus, workers
+from headrace.replicas import Replicas, Shares, event_endpoints, visible_gpus, workers
 from tests.unit.gateway_rig import call, chat, gateway, get, until
 
 SERVER = """
@@ -215,3 +215,54 @@ def test_replicas_get_the_flags_of_serve(tmp_path: Path) -> None:
     assert one.url != two.url
     assert one.api_key == two.api_key == one.start.env["HEADRACE_API_KEY"]
     assert one.api_key not in " ".join(command), "every user of the machine can read arguments"
+
+
+def test_each_replica_has_its_own_place_for_events(tmp_path: Path) -> None:
+    """The user's address counts on; what is not named is the gateway's alone."""
+    both = Settings(kv_events_endpoint="tcp://*:5557", kv_events_replay_endpoint="tcp://*:5600")
+    assert event_endpoints(both, 3, tmp_path) == [
+        ("tcp://*:5557", "tcp://*:5600"),
+        ("tcp://*:5558", "tcp://*:5601"),
+        ("tcp://*:5559", "tcp://*:5602"),
+    ]
+    one = Settings(kv_events_endpoint="tcp://[::]:65534")
+    assert event_endpoints(one, 2, tmp_path) == [
+        ("tcp://[::]:65534", f"ipc://{tmp_path}/replay-0"),
+        ("tcp://[::]:65535", f"ipc://{tmp_path}/replay-1"),
+    ]
+    path = Settings(kv_events_endpoint="ipc:///x/e")
+    assert [e for e, _ in event_endpoints(path, 2, tmp_path)] == ["ipc:///x/e-0", "ipc:///x/e-1"]
+    assert event_endpoints(Settings(), 1, tmp_path) == [
+        (f"ipc://{tmp_path}/events-0", f"ipc://{tmp_path}/replay-0")
+    ]
+    assert event_endpoints(Settings(prefix_caching=False), 2, tmp_path) == []
+    assert event_endpoints(Settings(engine="naive"), 2, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "why"),
+    [
+        ("tcp://*:5557", "tcp://*:5558", "leave 2 ports between them"),
+        ("tcp://*:5558", "tcp://127.0.0.1:5557", "leave 2 ports between them"),
+        ("ipc:///x/e", "ipc:///x/e", "and meet"),
+        ("tcp://*:65535", "", "no 2 ports from there on"),
+        ("tcp://collector:5557", "", "a port of its own"),
+    ],
+)
+def test_places_for_events_that_meet(tmp_path: Path, endpoint: str, replay: str, why: str) -> None:
+    settings = Settings(kv_events_endpoint=endpoint, kv_events_replay_endpoint=replay)
+    with pytest.raises(ConfigError, match=why):
+        event_endpoints(settings, 2, tmp_path)
+    shares = Shares(settings, "fake", 2)
+    with pytest.raises(ConfigError, match=why):
+        workers(settings, {"kv_events_endpoint": endpoint}, None, "m", shares, tmp_path)
+
+
+def test_the_flags_of_events_are_said_once(tmp_path: Path) -> None:
+    settings = Settings(kv_events_endpoint="tcp://*:7000")
+    flags = {"kv_events_endpoint": "tcp://*:7000"}
+    _, two = workers(settings, flags, None, "m", Shares(settings, "fake", 2), tmp_path)
+    assert two.start is not None
+    command = list(two.start.command)
+    assert command.count("--kv-events-endpoint") == 1
+    assert command[command.index("--kv-events-endpoint") + 1] == "tcp://*:7001"
