@@ -32,11 +32,10 @@ from headrace.messages import Abort, Done, End, Finish, Grammar, Logprobs, Pooli
 from headrace.params import BeamParams, SamplingParams
 from headrace.pooled import Classification, Embedding, classified, embedded
 from headrace.progress import Bar
-from headrace.sources.card import read_card
 from headrace.text.choice import ChoiceText
 from headrace.text.conversation import asked_of
 from headrace.text.template import ChatTemplate
-from headrace.text.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_text
 from headrace.vectors import (
     check_dimensions,
     check_generates,
@@ -72,10 +71,8 @@ class LLM:
         if self.settings.itl_target_ms == "auto":
             self.settings = msgspec.structs.replace(self.settings, itl_target_ms="0")
         files = launch.find_model(self.settings, _say)
-        self._card = read_card(files)
-        self._tokenizer = load_tokenizer(
-            files, self._card, optional=self.settings.load_format == "dummy"
-        )
+        dummy = self.settings.load_format == "dummy"
+        self._card, self._tokenizer = load_text(files, optional=dummy)
         self._template = ChatTemplate(self._card)
         server = parse_defaults(self.settings.default_sampling)
         self._sampler = Sampler(self._card, server, self._tokenizer)

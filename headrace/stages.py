@@ -40,7 +40,7 @@ STAGES = (
         3,
         "Tokenize",
         "ingest",
-        ("text/tokenizer.py",),
+        ("text/tokenizer.py", "text/piece_encoder.py"),
         "text to token ids, without blocking anyone else",
         "headrace_tokenize_seconds",
     ),

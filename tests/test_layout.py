@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "web_page": {"errors", "config"},
     "sources": BASE | {"children"},
     "quant": BASE,
-    "text": BASE | {"sources", "observe", "children"},
+    "text": BASE | {"sources", "observe", "children", "native"},
     "engine": BASE | {"kv", "observe"},
     "kernels": {"errors", "messages", "config"},
     "native": {"errors", "sources"},

@@ -24,9 +24,8 @@ from headrace.engine.client import EngineClient
 from headrace.errors import ShuttingDown
 from headrace.observe.metrics import ApiMetrics
 from headrace.pages import give_back
-from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
-from headrace.text.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_text
 
 log = logging.getLogger("headrace.api")
 
@@ -54,8 +53,7 @@ def serve(
     name = settings.served_model_name or files.name
     metrics = ApiMetrics(name)
     client = EngineClient(folder, worker, engine_timeout_s=settings.engine_timeout_s)
-    card = read_card(files)
-    tokenizer = load_tokenizer(files, card, optional=settings.load_format == "dummy")
+    card, tokenizer = load_text(files, optional=settings.load_format == "dummy")
     service = Service(settings, name, card, tokenizer, client, metrics, worker, folder)
     client.on_done = service.on_done
     client.on_gap = metrics.inter_token_s.note

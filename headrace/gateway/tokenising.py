@@ -19,7 +19,6 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.gateway.beliefs import card_of
 from headrace.gateway.prompt import GENERATES, Prompt
 from headrace.gateway.worker import Worker
-from headrace.sources.card import read_card
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import FAKE, resolve
 from headrace.text import message_prompt, response_prompt
@@ -29,7 +28,7 @@ from headrace.text.message_prompt import Blocks, OutputConfig, Thinking, ToolCho
 from headrace.text.pieces import PieceCache
 from headrace.text.response_prompt import Input, ReasoningConfig, input_items
 from headrace.text.template import ChatTemplate
-from headrace.text.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_text
 from headrace.text.tool_list import Tool, shown_tool
 from headrace.text.turns import Message, asked_by
 
@@ -111,8 +110,7 @@ class ModelTokens:
 
     def __init__(self, files: ModelFiles, cache_bytes: int) -> None:
         """Raises ModelError for files that cannot be read."""
-        card = read_card(files)
-        tokenizer = load_tokenizer(files, card)
+        card, tokenizer = load_text(files)
         self.pieces = PieceCache(tokenizer, cache_bytes)
         self._template = ChatTemplate(card)
         self._native = self._template.facts.takes_tools and bool(form_of(card.chat_template))

@@ -246,7 +246,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 def read_spec(files: ModelFiles) -> ModelSpec:
     """The spec of a model on disk. Raises ModelError if it cannot be read or run."""
     if files.kind == "gguf":
-        return from_gguf(read_header(files.path, strings=False))
+        return from_gguf(read_header(files.path))
     if files.kind != "hf":
         raise ModelError(f"{files.name}: a model of kind {files.kind!r} has no weights")
     config = read_json(files.path / "config.json", required=True)

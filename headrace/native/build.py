@@ -1,7 +1,8 @@
-"""Compiles `src/` into one shared library, once for each compiler, instruction set and source.
+"""Compiles `src/` into shared libraries, once for each compiler, instruction set and source.
 
 At first use only the best set of this processor is compiled: that is the time a newcomer waits.
-A library may also hold several sets (`build(sets=...)`); which one runs is chosen when it starts.
+The library of kernels may also hold several sets (`build(sets=...)`); which one runs is chosen when
+it starts. Merging of pieces (`build_pieces`) is a library of its own: text needs no kernels.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _NEEDS = {  # as Linux names them
 }
 _PER_SET = ("linear", "attention", "elementwise", "quantise", "table")
 _ONCE = ("pack", "pool", "dispatch")
+_PIECES = "pieces"
 
 
 class Unavailable(msgspec.Struct, frozen=True):
@@ -104,16 +106,35 @@ def build(
 ) -> Built | Unavailable:
     """The library with kernels for `sets` (none: this processor's best), cached or newly built."""
     sets = sets or (best_set(),)
+    kernels = [path for path in SOURCES.iterdir() if path.stem != _PIECES]
+    return _cached(environ, "libheadrace.so", [*FLAGS, *extra_flags], sets, kernels)
+
+
+def build_pieces(
+    environ: Mapping[str, str] = os.environ, extra_flags: Sequence[str] = ()
+) -> Built | Unavailable:
+    """The library that merges pieces of text, cached or newly built."""
+    sources = [SOURCES / f"{_PIECES}.cpp"]
+    return _cached(environ, "libpieces.so", [*FLAGS, *extra_flags], (), sources)
+
+
+def _cached(
+    environ: Mapping[str, str],
+    name: str,
+    flags: list[str],
+    sets: Sequence[str],
+    sources: Sequence[Path],
+) -> Built | Unavailable:
+    """The library `name` of the newest sources. sets: of kernels; none: it has no kernels."""
     compiler = find_compiler(environ)
     if isinstance(compiler, Unavailable):
         return compiler
-    flags = [*FLAGS, *extra_flags]
     try:
-        folder = cache.cache_home(environ) / "native" / _key(compiler, flags, sets)
-        path = folder / "libheadrace.so"
+        folder = cache.cache_home(environ) / "native" / _key(compiler, flags, sets, sources)
+        path = folder / name
         if path.exists():
             return Built(path, 0.0)
-        with cache.lock(folder.parent / "build.lock"):
+        with cache.lock(folder.parent / f"{path.stem}.lock"):
             if path.exists():  # another process was building it
                 return Built(path, 0.0)
             return _build(compiler, flags, sets, path)
@@ -130,10 +151,10 @@ def _version(compiler: str) -> str:
     return said.stdout
 
 
-def _key(compiler: str, flags: list[str], sets: Sequence[str]) -> str:
+def _key(compiler: str, flags: list[str], sets: Sequence[str], sources: Sequence[Path]) -> str:
     own = [(name, instruction_sets()[name]) for name in sets]
     digest = hashlib.sha256(repr((_version(compiler), flags, own)).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(sources):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -160,12 +181,23 @@ def commands_for(
     return commands, objects
 
 
+def _pieces_for(
+    compiler: str, flags: Sequence[str], folder: Path
+) -> tuple[list[list[str]], list[str]]:
+    made = str(folder / f"{_PIECES}.o")
+    return [[compiler, *flags, "-c", str(SOURCES / f"{_PIECES}.cpp"), "-o", made]], [made]
+
+
 def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> Built | Unavailable:
     began_s = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         folder = Path(temporary)
-        commands, objects = commands_for(compiler, flags, sets, folder)
+        commands, objects = (
+            commands_for(compiler, flags, sets, folder)
+            if sets
+            else _pieces_for(compiler, flags, folder)
+        )
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as jobs:
             failures = [said for said in jobs.map(_run, commands) if said]
         made = folder / path.name

@@ -250,7 +250,7 @@ class GgufFile:
     gguf = True
 
     def __init__(self, path: Path) -> None:
-        self.header: Header = read_header(path, strings=False)
+        self.header: Header = read_header(path)
         self.tensors = {
             name: Stored(info.shape, ggml.type_name(info.ggml_type))
             for name, info in self.header.tensors.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from headrace.errors import ModelError
 from headrace.sources.files import ModelFiles
-from headrace.sources.gguf import Header, read_header
+from headrace.sources.gguf import Header, Strings, read_header
 from headrace.sources.labels import Problem, labels_of, problem_of
 from headrace.sources.pooling import pooling_of
 
@@ -56,8 +57,19 @@ def read_card(files: ModelFiles) -> ModelCard:
     """The card of a resolved model. Raises ModelError for unreadable or contradictory files."""
     if files.kind == "fake":
         return _fake_card()
+    if files.kind == "gguf":
+        return card_of_header(files, read_header(files.path))
+    return _well_formed(files, lambda: _hf_card(files.path))
+
+
+def card_of_header(files: ModelFiles, header: Header) -> ModelCard:
+    """The card of a GGUF file whose header has been read. Raises ModelError."""
+    return _well_formed(files, lambda: gguf_card(header))
+
+
+def _well_formed(files: ModelFiles, read: Callable[[], ModelCard]) -> ModelCard:
     try:
-        return gguf_card(read_header(files.path)) if files.kind == "gguf" else _hf_card(files.path)
+        return read()
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of a wrong type
         raise ModelError(
             f"{files.path}: malformed metadata: {type(error).__name__}: {error}"
@@ -74,7 +86,7 @@ def gguf_card(header: Header) -> ModelCard:
     """The card in a GGUF header. Raises ModelError if it holds no vocabulary."""
     meta = header.metadata
     tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type", [])
-    if not isinstance(tokens, list) or not tokens or not isinstance(types, list):
+    if not isinstance(tokens, list | Strings) or not tokens or not isinstance(types, list):
         raise ModelError("the GGUF file holds no tokenizer (tokenizer.ggml.tokens)")
 
     def special(name: str) -> int | None:

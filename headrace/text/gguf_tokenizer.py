@@ -9,11 +9,21 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from headrace.errors import ModelError
+from headrace.text import piece_encoder
+from headrace.text.encoder import SPACE, Encoder, LibraryEncoder
+from headrace.text.piece_encoder import CONTROL, UNKNOWN, USER_DEFINED
 from headrace.text.pretokenizers import PRE_TOKENIZERS
 
-# tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-_SPACE = "▁"
+
+def encoder(metadata: dict[str, Any]) -> Encoder:
+    """What makes ids as `metadata` says; of SentencePiece's kind in C++, if there is a compiler.
+
+    Raises ModelError as `build` does.
+    """
+    made = None
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        made = piece_encoder.encoder_of(metadata)
+    return made or LibraryEncoder(build(metadata))
 
 
 def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -38,7 +48,7 @@ def _build(
     metadata: dict[str, Any],
     builder: Callable[[dict[str, Any], dict[str, int]], tokenizers.Tokenizer],
 ) -> tokenizers.Tokenizer:
-    tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
+    tokens: list[str] = list(metadata.get("tokenizer.ggml.tokens") or ())
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
     if not tokens or len(types) != len(tokens):
@@ -47,8 +57,8 @@ def _build(
         raise ModelError(f"the GGUF file repeats {len(tokens) - len(vocab)} of its tokens")
     built = builder(metadata, vocab)
     typed = list(zip(tokens, types, strict=True))
-    special = [token for token, kind in typed if kind in (_CONTROL, _UNKNOWN)]
-    plain = [token for token, kind in typed if kind == _USER_DEFINED]
+    special = [token for token, kind in typed if kind in (CONTROL, UNKNOWN)]
+    plain = [token for token, kind in typed if kind == USER_DEFINED]
     built.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     built.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
     return built
@@ -63,7 +73,7 @@ def _byte_level(metadata: dict[str, Any], vocab: dict[str, int]) -> tokenizers.T
             + ", ".join(PRE_TOKENIZERS)
         )
     pre = PRE_TOKENIZERS[name]
-    lines: list[str] = metadata.get("tokenizer.ggml.merges") or []
+    lines: Sequence[str] = metadata.get("tokenizer.ggml.merges") or ()
     merges = [_pair(line) for line in lines]
     built = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.whole_words)
@@ -106,11 +116,11 @@ def _sentencepiece(metadata: dict[str, Any], vocab: dict[str, int]) -> tokenizer
             byte_fallback=True,
         )
     )
-    escape = normalizers.Replace(" ", _SPACE)
+    escape = normalizers.Replace(" ", SPACE)
     built.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(_SPACE), escape]) if prefix else escape
+        normalizers.Sequence([normalizers.Prepend(SPACE), escape]) if prefix else escape
     )
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     built.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     return built
 

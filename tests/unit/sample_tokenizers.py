@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from headrace.sources.card import ModelCard
-from headrace.text import fake_tokenizer, gguf_tokenizer
+from headrace.sources.gguf import Strings
+from headrace.text import fake_tokenizer, gguf_tokenizer, piece_encoder
 from headrace.text.byte_level import CHAR_OF
+from headrace.text.encoder import LibraryEncoder
 from headrace.text.tokenizer import Tokenizer
 
 WORDS = (
@@ -38,7 +46,7 @@ def card(
 
 def byte_level() -> Tokenizer:
     """The fake model's: every byte is a token, ids 256..258 are special."""
-    return Tokenizer(fake_tokenizer.build(), card(bos_id=256, eos_ids=(256, 258)))
+    return Tokenizer(LibraryEncoder(fake_tokenizer.build()), card(bos_id=256, eos_ids=(256, 258)))
 
 
 def byte_merges() -> Tokenizer:
@@ -53,10 +61,17 @@ def byte_merges() -> Tokenizer:
     built.decoder = decoders.ByteLevel()
     built.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
     built.add_tokens([AddedToken("é|tool", special=False, normalized=False)])
-    return Tokenizer(built, card(bos_id=None, add_bos=False))
+    return Tokenizer(LibraryEncoder(built), card(bos_id=None, add_bos=False))
 
 
-def sentencepiece_metadata(*, prefix: bool = True) -> dict[str, object]:
+def packed(texts: Sequence[str]) -> Strings:
+    """As a header that was read has them."""
+    raw = [text.encode() for text in texts]
+    ends = accumulate(8 + len(one) for one in raw)
+    return Strings(b"".join(struct.pack("<Q", len(one)) + one for one in raw), array("Q", ends))
+
+
+def sentencepiece_metadata(*, prefix: bool = True) -> dict[str, Any]:
     """GGUF metadata of a "llama" tokenizer: <unk>, <s>, </s>, 256 bytes, words."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *WORDS]
     return {
@@ -70,7 +85,15 @@ def sentencepiece_metadata(*, prefix: bool = True) -> dict[str, object]:
 
 
 def sentencepiece(*, prefix: bool = True) -> Tokenizer:
-    return Tokenizer(gguf_tokenizer.build(sentencepiece_metadata(prefix=prefix)), card())
+    return Tokenizer(gguf_tokenizer.encoder(sentencepiece_metadata(prefix=prefix)), card())
+
+
+def merged_pieces(*, prefix: bool = True) -> Tokenizer | None:
+    """The same without a list of merges; None where there is no compiler."""
+    metadata = sentencepiece_metadata(prefix=prefix)
+    metadata["tokenizer.ggml.tokens"] = packed(metadata["tokenizer.ggml.tokens"])
+    made = piece_encoder.encoder_of(metadata)
+    return made and Tokenizer(made, card())
 
 
 def metaspace() -> Tokenizer:
@@ -80,7 +103,7 @@ def metaspace() -> Tokenizer:
     built.pre_tokenizer = pre_tokenizers.Metaspace()
     built.decoder = decoders.Metaspace()
     built.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(built, card())
+    return Tokenizer(LibraryEncoder(built), card())
 
 
 def wordpiece() -> Tokenizer:
@@ -93,14 +116,19 @@ def wordpiece() -> Tokenizer:
     built.pre_tokenizer = pre_tokenizers.Whitespace()
     built.decoder = decoders.WordPiece(cleanup=False)
     built.add_special_tokens(["[CLS]", "[SEP]"])
-    return Tokenizer(built, card())
+    return Tokenizer(LibraryEncoder(built), card())
 
 
+_PIECES = {
+    "merged_pieces": merged_pieces(),
+    "merged_pieces_no_prefix": merged_pieces(prefix=False),
+}
 KINDS = {
     "byte_level": byte_level(),
     "byte_merges": byte_merges(),
     "sentencepiece": sentencepiece(),
     "sentencepiece_no_prefix": sentencepiece(prefix=False),
+    **{name: made for name, made in _PIECES.items() if made is not None},
     "metaspace": metaspace(),
     "wordpiece": wordpiece(),
 }

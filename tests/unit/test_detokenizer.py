@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.sources.files import ModelFiles
 from headrace.text.detokenizer import detokenizer
+from headrace.text.encoder import LibraryEncoder
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.sample_tokenizers import KINDS, WORDS
 
@@ -91,7 +92,9 @@ def test_bytes_that_are_not_utf8() -> None:
 def test_changed_prefix_never_raises() -> None:
     """B005: a decoder that rewrites what it said. The text that follows is still shown."""
     tokenizer = KINDS["wordpiece"]
-    inner = tokenizer._inner
+    encoder = tokenizer._encoder
+    assert isinstance(encoder, LibraryEncoder)
+    inner = encoder._inner
     saved = inner.decoder
     try:
         from tokenizers import decoders
@@ -107,12 +110,15 @@ def test_changed_prefix_never_raises() -> None:
 @pytest.mark.model
 def test_default_model(default_model: ModelFiles) -> None:
     tokenizer = load_tokenizer(default_model)
+    encoder = tokenizer._encoder
+    assert isinstance(encoder, LibraryEncoder)
+    library = encoder._inner
     hyper = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60)
 
     @given(ids=hyper)
     def check(ids: list[int]) -> None:
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
-        inner = tokenizer._inner.decode(ids, skip_special_tokens=True)
+        inner = library.decode(ids, skip_special_tokens=True)
         assert inner == tokenizer.decode(ids)
 
     check()

@@ -60,7 +60,7 @@ def test_what_the_writer_wrote(tiny: Path) -> None:
     assert (header.version, header.architecture, header.get("context_length")) == (3, "llama", 128)
     assert (meta["test.flag"], meta["test.float"], meta["test.long"]) == (True, 0.5, -(2**40))
     assert (meta["test.floats"], meta["test.nested"]) == ([0.5, 1.5], [[1, 2], [3, 4]])
-    assert meta["tokenizer.ggml.tokens"] == ["a", "b", "ab", "Ġ", "<|im_end|>"]
+    assert list(meta["tokenizer.ggml.tokens"]) == ["a", "b", "ab", "Ġ", "<|im_end|>"]
     one, two = header.tensors["one"], header.tensors["two"]
     assert (one.shape, two.shape) == ((2, 3), (4,))
     data = tiny.read_bytes()
@@ -127,19 +127,21 @@ def metadata_file(path: Path, key: str, kind: int, value: bytes) -> Path:
     return path
 
 
-def test_strings_can_be_skipped(scratch: Path) -> None:
-    words = [b"a", b"", b"ccc"]
+def test_strings_are_read_when_they_are_asked_for(scratch: Path) -> None:
+    words = [b"a", b"", b"c\xc3\xa9"]
     array = struct.pack("<IQ", 8, 3) + b"".join(struct.pack("<Q", len(w)) + w for w in words)
     metadata_file(scratch, "k", 9, array)
-    assert read_header(scratch).metadata["k"] == ["a", "", "ccc"]
-    skipped = read_header(scratch, strings=False).metadata["k"]
-    assert len(skipped) == 3
-    with pytest.raises(AssertionError, match="without its strings"):
-        skipped[0]
+    strings = read_header(scratch).metadata["k"]
+    assert (len(strings), list(strings)) == (3, ["a", "", "cé"])
+    assert [strings[i] for i in (0, 1, 2, -1, -3)] == ["a", "", "cé", "cé", "a"]
+    assert (strings[1:], strings[::-2]) == (["", "cé"], ["cé", "a"])
+    for outside in (3, -4):
+        with pytest.raises(IndexError):
+            strings[outside]
     for cut in (1, 4, 12, 20):
         metadata_file(scratch, "k", 9, array[:-cut])
         with pytest.raises(ModelError, match="not a readable GGUF"):
-            read_header(scratch, strings=False)
+            read_header(scratch)
 
 
 def test_arrays_nested_without_end(scratch: Path) -> None:

@@ -14,13 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ModelError
+from headrace.native import pieces
+from headrace.native.build import Unavailable
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import read_header
 from headrace.text import gguf_tokenizer
 from headrace.text.byte_level import CHAR_OF
+from headrace.text.encoder import LibraryEncoder
 from headrace.text.pretokenizers import PRE_TOKENIZERS
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
-from tests.unit.sample_tokenizers import sentencepiece_metadata
+from tests.unit.sample_tokenizers import card, packed, sentencepiece_metadata
 
 # What the pre-tokenizers in the models' own tokenizer.json make of these texts.
 CUTS = json.loads((Path(__file__).parent / "data" / "pre_cuts.json").read_text())
@@ -130,20 +133,32 @@ def test_sentencepiece_merges(words: set[str], text: str, prefix: bool) -> None:
     """Against the algorithm itself, for tokens whose scores all differ."""
     tokens = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "a", "b", "▁", *sorted(words)]
     scores = [-float(n) for n in range(len(tokens))]
-    built = gguf_tokenizer.build(
-        {
-            "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.scores": scores,
-            "tokenizer.ggml.token_type": [2] + [6] * 256 + [1] * (3 + len(words)),
-            "tokenizer.ggml.add_space_prefix": prefix,
-        }
-    )
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": packed(tokens),
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2] + [6] * 256 + [1] * (3 + len(words)),
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }
+    built = gguf_tokenizer.build(metadata)
     spaced = text.replace(" ", "▁")
     spaced = "▁" + spaced if prefix and text else spaced
     expected = merge_by_score(spaced, dict(zip(tokens, scores, strict=True)))
     assert built.encode(text).tokens == expected
     assert built.decode(built.encode(text).ids) == text
+    made = Tokenizer(gguf_tokenizer.encoder(metadata), card(add_bos=False))
+    assert made.encode(text) == built.encode(text).ids
+    assert made.decode(made.encode(text)) == text
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tokenizers` does it."""
+    monkeypatch.setattr(pieces, "load", lambda: Unavailable("none here", "install one"))
+    metadata = sentencepiece_metadata(prefix=False)
+    metadata["tokenizer.ggml.tokens"] = packed(metadata["tokenizer.ggml.tokens"])
+    made = gguf_tokenizer.encoder(metadata)
+    assert isinstance(made, LibraryEncoder)
+    assert made.encode(["hello"], parse_special=True) == [[266, 268, 262]]
 
 
 def test_sentencepiece_bytes() -> None:

@@ -18,6 +18,7 @@ from headrace.models.spec import from_hf
 from headrace.sources.files import ModelFiles
 from headrace.text import fake_tokenizer
 from headrace.text.byte_level import CHAR_OF
+from headrace.text.encoder import LibraryEncoder
 from headrace.text.survey import survey
 from headrace.text.tokenizer import Tokenizer
 from tests.unit import sample_tokenizers
@@ -91,7 +92,7 @@ def unreachable() -> Tokenizer:
     )
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     built.decoder = decoders.ByteLevel()
-    return Tokenizer(built, sample_tokenizers.card(bos_id=None, add_bos=False))
+    return Tokenizer(LibraryEncoder(built), sample_tokenizers.card(bos_id=None, add_bos=False))
 
 
 def test_tokens_that_no_text_gives() -> None:
@@ -102,7 +103,7 @@ def test_tokens_that_no_text_gives() -> None:
 
 
 def test_characters_a_token() -> None:
-    found = survey(Tokenizer(fake_tokenizer.build(), sample_tokenizers.card()))
+    found = survey(Tokenizer(LibraryEncoder(fake_tokenizer.build()), sample_tokenizers.card()))
     assert found.special == 3
     assert found.unreachable == []
     rates = found.characters_per_token

@@ -30,7 +30,7 @@ WORDS = [
 def of(pre: str) -> PieceCache:
     header = read_header(resolve("", say=print).path)
     metadata = {**header.metadata, "tokenizer.ggml.pre": pre}
-    return PieceCache(Tokenizer(gguf_tokenizer.build(metadata), gguf_card(header)), 2**20)
+    return PieceCache(Tokenizer(gguf_tokenizer.encoder(metadata), gguf_card(header)), 2**20)
 
 
 @lru_cache

@@ -19,6 +19,7 @@ from headrace.sources.card import ModelCard
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import FAKE
 from headrace.text import fake_tokenizer
+from headrace.text.encoder import LibraryEncoder
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.sample_tokenizers import KINDS, byte_level, card
 
@@ -113,7 +114,12 @@ def test_decode_never_raises(name: str, ids: list[int], skip: bool) -> None:
     KINDS[name].decode(ids, skip_special=skip)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_no_prefix", "sentencepiece"])
+PIECES = [name for name in KINDS if name.startswith("merged_pieces")]
+
+
+@pytest.mark.parametrize(
+    "name", ["byte_level", "sentencepiece_no_prefix", "sentencepiece", *PIECES]
+)
 @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
 def test_round_trip(name: str, text: str) -> None:
     tokenizer = KINDS[name]
@@ -139,12 +145,12 @@ def test_tables_decode_as_tokenizers_does(name: str, ids: list[int]) -> None:
     tokenizer = KINDS[name]
     if name == "metaspace":
         ids = [i - 256 for i in ids]
-    assert tokenizer.decode(ids) == tokenizer._inner.decode(ids)
+    assert tokenizer.decode(ids) == tokenizer._encoder.decode(ids)
 
 
 def test_long_texts_leave_other_threads_alone() -> None:
     """A thread that encodes 4 MB does not hold the interpreter."""
-    tokenizer = Tokenizer(fake_tokenizer.build(), card(add_bos=False))
+    tokenizer = Tokenizer(LibraryEncoder(fake_tokenizer.build()), card(add_bos=False))
     text = "The quick brown fox. " * 200_000
     done: list[list[int]] = []
     worker = threading.Thread(target=lambda: done.append(tokenizer.encode(text)))
@@ -177,7 +183,7 @@ def test_threads_share_one_tokenizer() -> None:
 
 def test_bos_without_an_id_is_no_bos() -> None:
     silent = ModelCard("test", 64, 300, None, (), True, None, {})
-    assert Tokenizer(fake_tokenizer.build(), silent).encode("a") == [97]
+    assert Tokenizer(LibraryEncoder(fake_tokenizer.build()), silent).encode("a") == [97]
 
 
 def test_what_goes_behind_a_whole_text_and_between_two() -> None:
@@ -188,7 +194,7 @@ def test_what_goes_behind_a_whole_text_and_between_two() -> None:
         pair="<|im_start|> $A <|im_end|> $B <|im_end|>",
         special_tokens=[("<|im_start|>", 257), ("<|im_end|>", 258)],
     )
-    made = Tokenizer(inner, card(add_bos=None))
+    made = Tokenizer(LibraryEncoder(inner), card(add_bos=None))
     assert made.encode_batch(["ab"], add_end=True) == [inner.encode("ab").ids]
     assert made.encode("ab") == [257, *b"ab"]
     assert made.encode_batch(["ab"], add_special=False, add_end=True) == [[*b"ab"]]
