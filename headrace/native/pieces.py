@@ -59,7 +59,8 @@ class Pieces:
         library = self._library
         ids = library.encode(self._handle, text, len(text), blind, ctypes.byref(count))
         try:
-            return library.ids_of(ids)[: count.value]
+            found: list[int] = library.ids_of(ids)[: count.value]
+            return found
         finally:
             library.ids_free(ids)
 

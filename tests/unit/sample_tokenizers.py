@@ -93,7 +93,7 @@ def merged_pieces(*, prefix: bool = True) -> Tokenizer | None:
     metadata = sentencepiece_metadata(prefix=prefix)
     metadata["tokenizer.ggml.tokens"] = packed(metadata["tokenizer.ggml.tokens"])
     made = piece_encoder.encoder_of(metadata)
-    return made and Tokenizer(made, card())
+    return None if made is None else Tokenizer(made, card())
 
 
 def metaspace() -> Tokenizer:
