@@ -89,7 +89,7 @@ def build_engine(
     if settings.kv_events_endpoint:
         from headrace.engine.kv_events import KVEventPublisher
 
-        publisher = KVEventPublisher(settings, facts.block_size, facts.window)
+        publisher = KVEventPublisher(settings, facts.block_size, facts.windows[0])
         publisher.start()
     log_events = publisher is not None
     kv = make_cache(facts, prefix_caching=settings.prefix_caching, log_events=log_events)
@@ -121,16 +121,14 @@ def build_engine(
 
 
 def make_cache(facts: Capacity, *, prefix_caching: bool, log_events: bool = False) -> KVCache:
-    """The KV cache of a runner: one whose blocks leave the window, where every layer has one."""
+    """The KV cache of a runner: one whose blocks leave the window, where layers have one."""
     from headrace.kv.cache import KVCache
-    from headrace.kv.window import WindowCache
+    from headrace.kv.groups import GroupedCache
 
-    (blocks,) = facts.kv_blocks
-    if facts.window:
-        return WindowCache(
-            blocks, facts.block_size, prefix_caching, window=facts.window, log_events=log_events
-        )
-    return KVCache(blocks, facts.block_size, prefix_caching, log_events=log_events)
+    (blocks,), size, windows = facts.kv_blocks, facts.block_size, facts.windows
+    if windows == (0,):
+        return KVCache(blocks, size, prefix_caching, log_events=log_events)
+    return GroupedCache(blocks, size, prefix_caching, windows=windows, log_events=log_events)
 
 
 def build_grammars(settings: Settings, files: ModelFiles, vocab_size: int) -> Any:

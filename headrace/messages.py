@@ -5,7 +5,9 @@ Names used throughout:
   choice   0..n-1 within a request (OpenAI's choice index)
   row      index into the runner's device tables; a running sequence owns one until it leaves
   forward row   index into one StepPlan's columns
-  block    index of `block_size` token slots in the paged KV cache of one KV group
+  kv group layers whose K and V of a sequence lie in blocks of one table
+  block    index of `block_size` token slots of one KV group's layers in the paged KV cache; the
+           groups share one pool
 
 Structs travel as arrays: a new field goes to the end, with a default that means "not used".
 """
@@ -430,7 +432,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     leaves: list[int]  # device rows freed since the last plan
     joins: list[Join]
     grows: list[Grow]
-    copies: list[list[tuple[int, int]]]  # [kv group] -> (source block, target block)
+    copies: list[list[tuple[int, int]]]  # [pool] -> (source block, target block)
     rows: list[int]
     starts: list[int]
     counts: list[int]

@@ -88,7 +88,7 @@ class Draft:
                 sequence.row,
                 sampling,
                 sequence.choice,
-                [sequence.table.blocks.copy()],
+                sequence.table.groups(),
                 submit.adapter,
                 sequence.prompt_tokens,
                 sequence.tokens.copy() if sampling.needs_history else [],
@@ -97,8 +97,10 @@ class Draft:
         )
 
     def grow(self, row: int, grant: Grant) -> None:
-        """The row's table changed."""
-        self._grows.append(Grow(row, 0, grant.first, grant.blocks))
+        """The row's tables changed."""
+        if grant.blocks:
+            self._grows.append(Grow(row, 0, grant.first, grant.blocks))
+        self._grows.extend(Grow(row, *changed) for changed in grant.more)
         self._copies.extend(grant.copies)
 
     def close_decodes(self) -> None:

@@ -89,7 +89,7 @@ class StepWork(msgspec.Struct, frozen=True):
 class Capacity(msgspec.Struct, frozen=True):
     """What a loaded runner offers; facts, not settings."""
 
-    kv_blocks: list[int]  # [kv group] blocks in the pool
+    kv_blocks: list[int]  # [pool] blocks: one pool, whatever the groups
     block_size: int
     max_rows: int  # device rows: sequences that can run at once
     max_model_len: int  # tokens of one sequence, prompt and output
@@ -102,7 +102,8 @@ class Capacity(msgspec.Struct, frozen=True):
     generates: bool = True  # False: there is no output layer, and nothing can be drawn
     long_from: int = 0  # prompts of more tokens have other K and V; 0 = all have alike
     each_length: bool = False  # ... and so has every length of those
-    window: int = 0  # newest tokens that any layer reads, a query's own among them; 0 = all
+    # [kv group] newest tokens that its layers read, a query's own among them; 0 = all
+    windows: tuple[int, ...] = (0,)
     draws_note: str = ""  # what of its draws `StepResult.taps` does not show
     device_uuid: str = ""  # of the GPU that computes; "" = none does
 

@@ -2,8 +2,8 @@
 
 Two kinds of watchers. A `Look` keeps the newest steps for some seconds, for the fleet view. A
 request with `Submit.record` is told of every step that holds a row of it: the step's composition,
-what became of its blocks, and what its draws were made of. All of it are values that the step had;
-nothing is computed again.
+what became of its blocks (of several KV groups those of the first), and what its draws were made
+of. All of it are values that the step had; nothing is computed again.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Recorder:
         if first < table.freed:  # out of the window since the newest plan
             gone = table.blocks[first : table.freed]
             record.notes.append(BlockNote(step, choice, "freed", first, gone))
-        record.notes.append(BlockNote(step, choice, "freed", -1, table.held))
+        record.notes.append(BlockNote(step, choice, "freed", -1, table.blocks[table.freed :]))
 
     def closed(self, request: Request) -> None:
         """A recorded request is about to get its Done."""

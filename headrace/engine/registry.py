@@ -149,10 +149,11 @@ class Registry:
                 param="max_tokens",
             )
         computed = max(prompt, total - 1)  # the last token is drawn, not computed
-        if self._kv.blocks_for(computed) > self._kv.size:
+        kv = self._kv
+        if kv.most_held(kv.blocks_for(computed)) > kv.size:
             raise ContextTooLong(
                 f"{prompt} prompt tokens + max_tokens {most} = {total} exceed the KV cache of "
-                f"{self._kv.size * self._kv.block_size} tokens",
+                f"{kv.longest_tokens} tokens",
                 param="max_tokens",
             )
 

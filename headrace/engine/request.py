@@ -15,6 +15,7 @@ draw in flight for a position that is known by then is dropped.
             at or after it was drawn into its row
   room      the token at this position needs another look at memory (or is the last one)
   limit     prompt + max_tokens; where a vector is asked for, that counts as one token
+  claim     blocks that layers with a window may still take for what it brought
   scored    newest prompt token whose log-probability was passed on (0: none; token 0 has none)
   pooled    sum of the hidden states that finished steps have computed since its position 0
   settled   newest step that may still hold a draw of it when it lost its row: until that step has
@@ -45,6 +46,7 @@ class Sequence:
         "base",
         "cached",
         "choice",
+        "claim",
         "computed",
         "ended",
         "forcible",
@@ -87,7 +89,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.cached = self.planned = self.computed = self.room = 0
         self.base = len(tokens)
-        self.scored = 0
+        self.claim = self.scored = 0
         self.settled = 0
         self.peak = 0  # the most it had planned when it was preempted
         self.row = NO_ROW

@@ -6,6 +6,9 @@ and those that are admitted, best key first. Nothing is admitted past a sequence
 Tokens that a grammar forced are like those of a prompt that runs, but for their memory.
 
 Memory. An admission reserves all blocks of the tokens it brings, so only decoding asks for more.
+Layers with a window are the exception: they get room chunk by chunk, as far as memory goes, and
+give it back as the window passes; an admission claims what they will hold in the end, and those
+that come after it leave that free.
 When there is none, the worst running sequence is preempted: it loses its KV and its row, goes back
 to its place in the queue and is computed again later. Whatever was accepted fits the pool alone and
 the best running sequence can always take memory from all others, so the engine cannot lock up.
@@ -55,6 +58,7 @@ class Scheduler:
         self.launched = 0  # number of the newest step
         self.headroom_tokens = HEADROOM_TOKENS
         self.growth_blocks = 0  # what all running sequences may still ask for
+        self.claimed_blocks = 0  # what layers with a window may still take for known tokens
         self.static = settings.scheduling_policy == "static"
         self._ages = settings.scheduling_policy == "priority"
         self._max_wait_s = settings.max_wait_s
@@ -142,24 +146,23 @@ class Scheduler:
             return False
         start = sequence.planned
         upto = max(start + 1, sequence.base)
-        held = len(sequence.table.blocks)
-        while (grant := self.kv.reserve(sequence.table, upto, start)) is None:
+        kv, length = self.kv, sequence.table.length
+        while (grant := kv.reserve(sequence.table, upto, start, start + 1)) is None:
             worst = victim(self.running)
             # Blocks behind the fence come back when the step in flight ends, and so do those of a
             # sequence whose last draw is in flight. The worst one waits: it takes nobody's place.
-            if self.kv.limbo_blocks or worst is sequence or worst.drained:
+            if kv.limbo_blocks or worst is sequence or worst.drained:
                 draft.stalled = True
                 return False
             self._preempt(worst, now)
             self._pressure = min(1.0, self._pressure + PRESSURE_STEP)
         draft.grow(sequence.row, grant)
-        self.growth_blocks -= len(sequence.table.blocks) - held
+        self.growth_blocks -= kv.most_held(sequence.table.length) - kv.most_held(length)
         self._set_room(sequence)
         return True
 
     def _set_room(self, sequence: Sequence) -> None:
-        writable = len(sequence.table.blocks) * self.kv.block_size
-        sequence.room = min(writable, sequence.limit - 1)
+        sequence.room = min(self.kv.writable(sequence.table), sequence.limit - 1)
 
     # ------------------------------------------------------------ prefill and admission
 
@@ -183,14 +186,23 @@ class Scheduler:
                 closed = True
 
     def _chunk(self, sequence: Sequence, draft: Draft) -> None:
-        """As much of what the sequence brought as the budget allows; draws when it is complete."""
-        count = self.budget.grant(sequence.planned, sequence.base - sequence.planned)
+        """As much of what the sequence brought as budget and memory of layers with a window allow;
+        draws when it is complete."""
+        kv, start = self.kv, sequence.planned
+        # Whoever runs may need a block before these layers give any back.
+        upto = min(sequence.base, kv.reach(sequence.table, len(self.running)))
+        count = self.budget.grant(start, upto - start)
         if not count:
             return  # the budget is closed: it goes on in the next step
-        complete = sequence.planned + count == sequence.base
+        if start + count > kv.writable(sequence.table):
+            grant = kv.reserve(sequence.table, start + count, start)
+            assert grant is not None, "memory that was in reach is gone"
+            draft.grow(sequence.row, grant)
+        complete = start + count == sequence.base
         unwritten = sequence.planned < sequence.cached
         draft.chunk(sequence, count, unwritten=unwritten, samples=complete)
         sequence.planned += count
+        self._claim(sequence, 0 if complete else kv.claim(sequence.table, sequence.base))
         if complete:
             if sequence.request.unforked:
                 draft.draw(self._fork(sequence, draft))
@@ -227,26 +239,32 @@ class Scheduler:
         if len(self._free_rows) < sequence.request.rows:
             return False
         need = self._need(sequence)
-        return need <= free_blocks - self._spare(sequence)
+        return need <= free_blocks - self.claimed_blocks - self._spare(sequence)
 
     def _need(self, sequence: Sequence) -> int:
-        """Free blocks that its admission takes."""
+        """Free blocks that its admission takes and claims."""
         cached = () if sequence.whole else sequence.tokens
-        return self.kv.probe(sequence.table, cached, len(sequence.tokens))
+        return self.kv.probe(sequence.table, cached, len(sequence.tokens), stepwise=True)
 
     def _spare(self, candidate: Sequence) -> int:
         """Blocks that an admission leaves free; none when it would run alone."""
         if not self.running:
             return 0
         growth = self.growth_blocks + self._growth(candidate)
-        soon = (len(self.running) + 1) * self.kv.blocks_for(self.headroom_tokens)
+        each = self.kv.most_held(self.kv.blocks_for(self.headroom_tokens))
+        soon = (len(self.running) + 1) * each
         headroom = min(growth, soon, self.kv.size // HEADROOM_SHARE)
         return self._watermark + max(headroom, int(self._pressure * growth))
 
     def _growth(self, sequence: Sequence) -> int:
         """Blocks that the sequence may still ask for."""
-        held = len(sequence.table.blocks) or self.kv.blocks_for(len(sequence.tokens))
-        return self.kv.blocks_for(sequence.limit - 1) - held
+        kv = self.kv
+        length = sequence.table.length or kv.blocks_for(len(sequence.tokens))
+        return kv.most_held(kv.blocks_for(sequence.limit - 1)) - kv.most_held(length)
+
+    def _claim(self, sequence: Sequence, blocks: int) -> None:
+        self.claimed_blocks += blocks - sequence.claim
+        sequence.claim = blocks
 
     def _place(self, sequence: Sequence, draft: Draft, now: float) -> bool:
         """Admit the sequence if rows and memory allow: it leaves the queue and holds its blocks."""
@@ -261,9 +279,11 @@ class Scheduler:
             sequence.key = promoted(sequence.key)
         known = len(sequence.tokens)
         sequence.cached = 0 if sequence.whole else self.kv.match(sequence.table, sequence.tokens)
-        grant = self.kv.reserve(sequence.table, known, sequence.cached)
+        grant = self.kv.reserve(sequence.table, known, sequence.cached, sequence.cached + 1)
         assert grant is not None, "blocks that were probed are gone"
-        sequence.base = sequence.room = known
+        self._claim(sequence, self.kv.claim(sequence.table, known))
+        sequence.base = known
+        sequence.room = min(known, self.kv.writable(sequence.table))
         sequence.planned = sequence.computed = min(sequence.cached, known - 1)
         sequence.row, *sequence.spare_rows = (self._free_rows.pop() for _ in range(request.rows))
         draft.join(sequence)
@@ -294,7 +314,7 @@ class Scheduler:
             return
         worse = [s for s in self.running if may_preempt(head.key, s.key)]
         rows = len(self._free_rows) + sum(1 + len(s.spare_rows) for s in worse)
-        blocks = sum(len(s.table.held) for s in worse) + self.kv.free_blocks
+        blocks = sum(s.table.size for s in worse) + self.kv.free_blocks
         need = self._need(head)
         if rows < head.request.rows or blocks + self.kv.limbo_blocks < need:
             return  # it would not fit even then
@@ -318,6 +338,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Give back row and blocks; blocks are reused once the newest step has finished."""
         self.growth_blocks -= self._growth(sequence)
+        self._claim(sequence, 0)
         self._leaves.append(sequence.row)
         self._free_rows.append(sequence.row)
         self._free_rows.extend(sequence.spare_rows)

@@ -1,6 +1,7 @@
 """KVCache: the facade through which the scheduler holds, shares and gives back KV memory.
 
-One KV group: every layer keeps every token. Life of a table:
+One KV group: every layer keeps every token (`groups.GroupedCache` is for models with layers that
+do not). Life of a table:
 
     open -> match (take cached blocks) -> reserve (room for what will be written) -> commit (publish
     full blocks once a finished step computed them) -> release (through the step fence)
@@ -11,13 +12,14 @@ published block. Published blocks are full and never written again.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 
 from headrace.kv.events import EventLog, KVEvent, Scope
 from headrace.kv.pool import BlockPool
-from headrace.kv.prefix import PrefixIndex, block_digest, root_digest
+from headrace.kv.prefix import DIGEST_BYTES, PrefixIndex, block_digest, root_digest
 
 _STATES = bytes.maketrans(b"\1\2", b"\2\3")  # references, at most 2 -> see `KVCache.states`
 _NO_SCOPE = Scope()
@@ -41,19 +43,62 @@ class Table:
 
     @property
     def held(self) -> list[int]:
-        """The blocks that it holds a reference on."""
+        """The blocks that it holds a reference on, those that are given up last first."""
         return self.blocks[self.freed :]
+
+    @property
+    def size(self) -> int:
+        """How many those are."""
+        return len(self.blocks) - self.freed
+
+    @property
+    def length(self) -> int:
+        """How far room was asked for, in blocks of a sequence."""
+        return len(self.blocks)
+
+    def groups(self) -> list[list[int]]:
+        """[kv group][index] -> block, for a runner's tables. Copies."""
+        return [self.blocks.copy()]
+
+    def clear(self) -> None:
+        """It holds nothing any more; nobody is told."""
+        self.blocks = []
+        self.published = self.freed = 0
+
+    def check(self) -> None:
+        """Raise AssertionError with a message if it is not a table that holds blocks."""
+        assert self.blocks, "an empty table is registered as a holder"
+        assert self.freed < len(self.blocks), "nothing is held of a table that has blocks"
+        assert len(set(self.held)) == len(self.held), "a block twice in one table"
+        assert self.published <= len(self.blocks), "published more than it holds"
+        assert self.published <= len(self.digests), "published without a digest"
 
 
 class Grant:
-    """What `reserve` changed: table.blocks[first:] == blocks, after `copies` (source, target)."""
+    """What `reserve` changed, after `copies` (source, target).
 
-    __slots__ = ("blocks", "copies", "first")
+    table.blocks[first:] == blocks; `more` says the same of further KV groups: (group, first,
+    blocks).
+    """
 
-    def __init__(self, first: int, blocks: list[int], copies: list[tuple[int, int]]) -> None:
+    __slots__ = ("blocks", "copies", "first", "more")
+
+    def __init__(
+        self,
+        first: int,
+        blocks: list[int],
+        copies: list[tuple[int, int]],
+        more: Sequence[tuple[int, int, list[int]]] = (),
+    ) -> None:
         self.first = first
         self.blocks = blocks
         self.copies = copies
+        self.more = more
+
+
+def longest(size: int, most_held: Callable[[int], int]) -> int:
+    """The most blocks of a sequence that a pool of `size` blocks holds; see `most_held`."""
+    return bisect_right(range(1, size + 1), size, key=most_held)
 
 
 class KVCache:
@@ -127,19 +172,47 @@ class KVCache:
         return self._finished
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
+        """Blocks of a sequence that `tokens` tokens fill."""
         return -(-tokens // self.block_size)
+
+    def most_held(self, blocks: int) -> int:
+        """Blocks of the pool that a sequence of so many blocks holds while it decodes."""
+        return blocks
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence that it holds."""
+        return longest(self._pool.size, self.most_held) * self.block_size
+
+    def claim(self, table: Table, upto_tokens: int) -> int:
+        """Blocks of the pool that it will hold beyond those it has, once it has computed so far;
+        of what `reserve` was asked for already."""
+        return 0
+
+    def writable(self, table: Table) -> int:
+        """Tokens for which it has room in every layer."""
+        return len(table.blocks) * self.block_size
+
+    def reach(self, table: Table, spare_blocks: int) -> int:
+        """Tokens for which it has room, or could have without another `reserve` of its own kind
+        failing: so many blocks of a sequence stay free for others."""
+        return len(table.blocks) * self.block_size
 
     def open(self, salt: str, adapter: str, variant: str = "") -> Table:
         """A table without blocks for one sequence; it shares within these three alone."""
         return Table(root_digest(adapter, salt, variant), Scope(adapter, salt, variant))
 
-    def probe(self, table: Table, tokens: Sequence[int], upto_tokens: int) -> int:
-        """Blocks that `match` and then `reserve(upto_tokens)` would take off the free list."""
+    def probe(
+        self, table: Table, tokens: Sequence[int], upto_tokens: int, *, stepwise: bool = False
+    ) -> int:
+        """Blocks that `match` and then `reserve(upto_tokens)` would take off the free list.
+
+        stepwise: layers with a window get their room as the sequence goes on; see `reserve`.
+        """
         references = self._pool.references
-        skipped, hits = self._hits(table, tokens)
+        hits = self._hits(table, tokens)
         revived = sum(1 for block in hits if references[block] == 0)
-        return self.blocks_for(upto_tokens) - skipped - len(hits) + revived
+        return self.blocks_for(upto_tokens) - len(hits) + revived
 
     def match(self, table: Table, tokens: Sequence[int]) -> int:
         """Take references on the longest cached prefix of `tokens`; returns its tokens.
@@ -148,17 +221,16 @@ class KVCache:
         Needs: the table holds nothing.
         """
         assert not table.blocks, "match on a table that holds blocks"
-        skipped, hits = self._hits(table, tokens)
+        hits = self._hits(table, tokens)
         for block in hits:
             self._pool.hold(block)
         if hits:
-            table.blocks = hits[:1] * skipped + hits
-            table.freed, table.published = skipped, skipped + len(hits)
+            table.blocks, table.published = hits, len(hits)
             self._tables.add(table)
-        return len(table.blocks) * self.block_size
+        return len(hits) * self.block_size
 
-    def _hits(self, table: Table, tokens: Sequence[int]) -> tuple[int, list[int]]:
-        """Blocks of the longest cached prefix: how many at its start are not needed, the others."""
+    def _hits(self, table: Table, tokens: Sequence[int]) -> list[int]:
+        """Blocks of the longest cached prefix."""
         hits: list[int] = []
         if self.prefix_caching:
             for i in range(len(tokens) // self.block_size):
@@ -166,7 +238,7 @@ class KVCache:
                 if block is None:
                     break
                 hits.append(block)
-        return 0, hits
+        return hits
 
     def _digest(self, table: Table, tokens: Sequence[int], i: int) -> bytes:
         """Digest of block i. Digests are made in order, each once."""
@@ -176,11 +248,15 @@ class KVCache:
             digests.append(block_digest(digests[-1] if i else table.root, ids))
         return digests[i]
 
-    def reserve(self, table: Table, upto_tokens: int, write_from: int) -> Grant | None:
+    def reserve(
+        self, table: Table, upto_tokens: int, write_from: int, soon: int | None = None
+    ) -> Grant | None:
         """Make [write_from, upto_tokens) writable by this table alone: all of it, or None.
 
         Appends new blocks; a block of that range that others share is replaced by a new one, and
         copied first when it holds tokens before `write_from`.
+
+        soon: layers with a window get room up to this token for now; None: up to `upto_tokens`.
         """
         held = len(table.blocks)
         first = write_from // self.block_size
@@ -217,7 +293,8 @@ class KVCache:
         if digest is not None:
             if self.evicted is not None:
                 self.evicted.append(block)
-            if self._log is not None:
+            # Of several groups the first alone is told of; keys of the others are longer.
+            if self._log is not None and len(digest) == DIGEST_BYTES:
                 self._log.removed(digest)
         return block
 
@@ -238,9 +315,8 @@ class KVCache:
         twin = Table(table.root, table.scope)
         twin.blocks = table.blocks.copy()
         twin.digests = table.digests.copy()
-        twin.published, twin.freed = table.published, table.freed
-        twin.blocks[: twin.freed] = table.held[:1] * twin.freed
-        for block in twin.held:
+        twin.published = table.published
+        for block in twin.blocks:
             self._pool.hold(block)
         if twin.blocks:
             self._tables.add(twin)
@@ -252,8 +328,7 @@ class KVCache:
         They are handed out again only once that step has finished. The table can be matched again.
         """
         blocks = table.held[::-1]  # tails are evicted before heads: a hit needs its head
-        table.blocks = []
-        table.published = table.freed = 0
+        table.clear()
         self._tables.discard(table)
         if step <= self._finished:
             self._free(blocks)
@@ -304,8 +379,4 @@ class KVCache:
         assert self._limbo_blocks == sum(len(blocks) for _, blocks in self._limbo), "limbo count"
         assert all(step > self._finished for step, _ in self._limbo), "limbo past its fence"
         for table in self._tables:
-            assert table.blocks, "an empty table is registered as a holder"
-            assert table.freed < len(table.blocks), "nothing is held of a table that has blocks"
-            assert len(set(table.held)) == len(table.held), "a block twice in one table"
-            assert table.published <= len(table.blocks), "published more than it holds"
-            assert table.published <= len(table.digests), "published without a digest"
+            table.check()

@@ -115,7 +115,7 @@ def _load_cpu(
         generates=spec.generates,
         long_from=spec.long_from,
         each_length=spec.each_length,
-        window=spec.window,
+        windows=(spec.window,),
     )
     activations = ledger.Line(
         "activations",

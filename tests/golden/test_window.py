@@ -11,7 +11,7 @@ import torch
 import headrace
 from headrace.completion import Completion
 from headrace.engine.loop import Engine
-from headrace.kv.window import WindowCache
+from headrace.kv.groups import GroupedCache
 from headrace.text import fake_tokenizer
 from tests.devices import PROCESSORS, asked
 from tests.golden.families import WINDOW, save
@@ -45,8 +45,8 @@ def test_long_answers_in_a_small_cache(tmp_path: Path, backend: str) -> None:
         engine = llm._engine
         assert isinstance(engine, Engine)
         kv = engine.scheduler.kv
-        assert isinstance(kv, WindowCache)
-        assert kv.window == WINDOW
+        assert isinstance(kv, GroupedCache)
+        assert kv.windows == [WINDOW]
         answers = llm.generate(prompts, long)
         assert engine._tally.preemptions == 0
         more = [p + one.token_ids for p, one in zip(prompts, answers, strict=True)]

@@ -58,7 +58,7 @@ class Rig:
         overlap: bool = False,
         max_model_len: int = 512,
         prefix_caching: bool = True,
-        window: int = 0,
+        windows: tuple[int, ...] = (0,),
         eos: tuple[int, ...] = (),
         wrap: Callable[[FakeRunner], Runner] = lambda runner: runner,
         cost: StepCost | None = None,
@@ -76,7 +76,7 @@ class Rig:
             verify=True,
             eos_ids=eos,
             cost=cost,
-            window=window,
+            windows=windows,
         )
         self.kv = make_cache(
             self.fake.capacity,
@@ -273,5 +273,6 @@ class Rig:
         assert not self.engine.has_work
         assert stats.running == stats.waiting == stats.kv_used == 0
         assert self.engine.scheduler.growth_blocks == 0
+        assert self.engine.scheduler.claimed_blocks == 0
         assert self.engine.scheduler.free_rows == self.engine.scheduler.rows
         self.kv.check()

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.kv.cache import KVCache, Table
 from headrace.kv.events import Removed, Stored
+from headrace.kv.groups import GroupedCache, GroupTable
 from headrace.kv.prefix import block_digest, root_digest
-from headrace.kv.window import WindowCache
 
 TOKENS = list(range(100, 164))
 
@@ -20,9 +20,9 @@ TOKENS = list(range(100, 164))
 Make = Callable[..., KVCache]
 
 
-def wide(blocks: int, block_size: int, prefix_caching: bool = True) -> WindowCache:
+def wide(blocks: int, block_size: int, prefix_caching: bool = True) -> GroupedCache:
     """A window that nothing falls out of."""
-    return WindowCache(blocks, block_size, prefix_caching, window=1 << 20)
+    return GroupedCache(blocks, block_size, prefix_caching, windows=[1 << 20])
 
 
 @pytest.fixture(params=[KVCache, wide])
@@ -210,62 +210,94 @@ def test_check_finds_a_leak(make: Make) -> None:
         kv.check()
 
 
+def gone_of(table: Table) -> list[int]:
+    """By group: blocks at its start that are not held any more."""
+    return table.gone if isinstance(table, GroupTable) else [table.freed]
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Tables that do what sequences do, with contents of their own to compare with."""
 
     @initialize(
         blocks=st.integers(1, 12),
         block_size=st.sampled_from([1, 2, 4]),
-        window=st.sampled_from([0, 0, 1, 3, 4, 6]),
+        windows=st.sampled_from(
+            [(), (), (1,), (3,), (6,), (0, 4), (0, 0, 1), (0, 5, 5), (0, 2, 7), (3, 6)]
+        ),
     )
-    def start(self, blocks: int, block_size: int, window: int) -> None:
-        self.window = window
+    def start(self, blocks: int, block_size: int, windows: tuple[int, ...]) -> None:
+        """windows: () = a cache that knows no groups."""
+        self.windows = windows or (0,)
+        blocks *= len(self.windows)
         self.kv = KVCache(blocks, block_size, log_events=True)
-        if window:
-            self.kv = WindowCache(blocks, block_size, window=window, log_events=True)
+        if windows:
+            self.kv = GroupedCache(blocks, block_size, windows=windows, log_events=True)
         self.mirror: dict[bytes, tuple[int, ...]] = {}  # made of events alone: digest -> its tokens
         self.tables: list[tuple[Table, list[int], int]] = []  # table, tokens, computed
-        self.content: dict[int, tuple[int, ...]] = {}  # block -> the prefix it ends
+        # Block -> its group, and the prefix it ends.
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.step = self.finished = 0
 
     def _write(self, table: Table, tokens: list[int], start: int, end: int) -> None:
         size = self.kv.block_size
-        for position in range(start, end):
-            block = table.blocks[position // size]
-            holders = sum(block in other.held for other, _, _ in self.tables if other != table)
-            assert holders == 0, "a shared block is written"
-            self.content[block] = tuple(tokens[: position + 1])
+        others = {block for other, _, _ in self.tables if other != table for block in other.held}
+        for group, lane in enumerate(table.groups()):
+            for position in range(start, end):
+                block = lane[position // size]
+                assert block not in others, "a shared block is written"
+                self.content[block] = group, tuple(tokens[: position + 1])
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from("ab"))
-    def admit(self, tokens: list[int], salt: str) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from("ab"),
+        stepwise=st.booleans(),
+    )
+    def admit(self, tokens: list[int], salt: str, stepwise: bool) -> None:
         tokens = [ord(salt), *tokens]
         table = self.kv.open(salt, "")
-        need = self.kv.probe(table, tokens, len(tokens))
+        need = self.kv.probe(table, tokens, len(tokens), stepwise=stepwise)
         free = self.kv.free_blocks
         cached = self.kv.match(table, tokens)
         size = self.kv.block_size
-        for i, block in enumerate(table.held, table.freed):
-            assert self.content[block] == tuple(tokens[: (i + 1) * size]), "a hit of other tokens"
-        grant = self.kv.reserve(table, len(tokens), cached)
-        assert (grant is not None) == (need <= free)
+        for group, (lane, gone) in enumerate(zip(table.groups(), gone_of(table), strict=True)):
+            for i, block in enumerate(lane[gone:], gone):
+                wanted = group, tuple(tokens[: (i + 1) * size])
+                assert self.content[block] == wanted, "a hit of other tokens"
+        grant = self.kv.reserve(table, len(tokens), cached, cached + 1 if stepwise else None)
+        claim = self.kv.claim(table, len(tokens)) if grant is not None else 0
+        if not stepwise:
+            assert (grant is not None) == (need <= free)
+            assert self.kv.free_blocks == free - need or grant is None
+        elif need <= free:
+            assert grant is not None, "what was probed is not there"
+            near = sum(1 for window in self.windows if window)
+            assert need - near <= free - self.kv.free_blocks + claim <= need
         if grant is None:
             self.kv.release(table, self.step)
             return
-        assert self.kv.free_blocks == free - need
-        self._write(table, tokens, cached, len(tokens))
-        self.tables.append((table, tokens, len(tokens)))
+        computed = cached if stepwise else len(tokens)
+        self._write(table, tokens, cached, computed)
+        self.tables.append((table, tokens, computed))
 
     @precondition(lambda self: self.tables)
-    @rule(number=st.integers(0, 99), token=st.integers(0, 1))
-    def decode(self, number: int, token: int) -> None:
+    @rule(number=st.integers(0, 99), token=st.integers(0, 1), count=st.integers(1, 9))
+    def go_on(self, number: int, token: int, count: int) -> None:
+        """Of what is known a chunk, as far as memory reaches; else one token more."""
         table, tokens, computed = self.tables.pop(number % len(self.tables))
-        grant = self.kv.reserve(table, computed + 1, computed)
+        known = len(tokens) > computed
+        if not known:
+            tokens, count = [*tokens, token], 1
+        upto = min(len(tokens), computed + count)
+        if known:
+            upto = min(upto, self.kv.reach(table, 0))
+        grant = self.kv.reserve(table, upto, computed)
         if grant is not None:
             for source, target in grant.copies:
                 self.content[target] = self.content[source]
-            tokens = [*tokens, token]
-            self._write(table, tokens, computed, computed + 1)
-            computed += 1
+            self._write(table, tokens, computed, upto)
+            computed = upto
+        elif not known:
+            tokens = tokens[:-1]
         self.tables.append((table, tokens, computed))
 
     @precondition(lambda self: self.tables)
@@ -324,17 +356,23 @@ class CacheMachine(RuleBasedStateMachine):
                     del self.mirror[digest]
             else:
                 self.mirror.clear()
-        assert len(self.mirror) == self.kv.indexed_blocks
+        if len(self.windows) == 1:
+            assert len(self.mirror) == self.kv.indexed_blocks
+        else:
+            assert len(self.mirror) <= self.kv.indexed_blocks <= self.kv.size
 
     @invariant()
     def what_is_read_is_there(self) -> None:
         """Every position that the next token of a table sees holds its prefix, in a held block."""
         for table, tokens, computed in self.tables if hasattr(self, "kv") else []:
-            size, low = self.kv.block_size, max(0, computed + 1 - (self.window or 1 << 20))
-            assert table.freed <= low // size
-            for i in range(low // size, -(-computed // size)):
-                seen = tuple(tokens[: min(computed, (i + 1) * size)])
-                assert self.content[table.blocks[i]][: len(seen)] == seen
+            size, gone = self.kv.block_size, gone_of(table)
+            for group, (lane, window) in enumerate(zip(table.groups(), self.windows, strict=True)):
+                low = max(0, computed + 1 - (window or 1 << 20))
+                assert gone[group] <= low // size
+                for i in range(low // size, -(-computed // size)):
+                    seen = tuple(tokens[: min(computed, (i + 1) * size)])
+                    of, prefix = self.content[lane[i]]
+                    assert (of, prefix[: len(seen)]) == (group, seen)
 
     def teardown(self) -> None:
         if hasattr(self, "kv"):

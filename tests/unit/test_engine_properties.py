@@ -52,7 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(6, 40),
         overlap=st.booleans(),
         prefix_caching=st.sampled_from([True, True, False]),
-        window=st.sampled_from([0, 0, 2, 7]),
+        windows=st.sampled_from([(0,), (0,), (2,), (7,), (0, 3), (0, 7, 7), (2, 9)]),
         policy=st.sampled_from(["fcfs", "priority", "priority", "static"]),
         max_queue=st.sampled_from([50, 50, 4, 0]),
         max_wait_s=st.sampled_from([0.0, 3.0, 1000.0]),
@@ -67,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         overlap: bool,
         prefix_caching: bool,
-        window: int,
+        windows: tuple[int, ...],
         policy: str,
         max_queue: int,
         max_wait_s: float,
@@ -76,13 +76,13 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         self.grammars = FakeGrammars(late=late)
         self.rig = Rig(
-            blocks,
+            blocks * len(windows),
             block_size,
             rows,
             overlap=overlap,
             max_model_len=60,
             prefix_caching=prefix_caching,
-            window=window,
+            windows=windows,
             eos=(EOS,),
             max_num_batched_tokens=budget,
             scheduling_policy=policy,
@@ -103,7 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def submit(self, shape: Random, count: int, owner: int, sampling: Sampling) -> None:
         """A few requests that mostly fit; sizes come from `shape`, so that they spread evenly."""
-        pool_tokens = min(60, self.rig.kv.size * self.rig.kv.block_size)
+        pool_tokens = min(60, self.rig.kv.longest_tokens)
         for _ in range(count):
             shared = shape.randrange(0, max(1, pool_tokens // 2))
             own = [shape.randrange(3) for _ in range(shape.randrange(4))]
@@ -140,7 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def submit_pooled(self, shape: Random, owner: int, pooling: Pooling) -> None:
         """A prompt that wants a vector, now and then as long as a sequence may be."""
-        pool_tokens = min(60, self.rig.kv.size * self.rig.kv.block_size)
+        pool_tokens = min(60, self.rig.kv.longest_tokens)
         shared = shape.choice([pool_tokens, shape.randrange(1, pool_tokens + 1)])
         self.rig.submit(
             SHARED[:shared],
@@ -194,7 +194,12 @@ class EngineMachine(RuleBasedStateMachine):
             scheduler = self.rig.engine.scheduler
             here = [s for s in scheduler.running if s.row >= 0]
             assert scheduler.growth_blocks == sum(scheduler._growth(s) for s in here)
+            assert scheduler.claimed_blocks == sum(s.claim for s in here) >= 0
             assert [s.key for s in here] == sorted(s.key for s in here)
+            kv = self.rig.kv
+            for s in here:
+                if s.computed >= s.base:
+                    assert s.table.size <= kv.most_held(s.table.length), "more than a window"
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

@@ -84,6 +84,7 @@ def tables_of(notes: list[BlockNote]) -> dict[int, dict[int, int]]:
     return tables
 
 
+WINDOWS = st.sampled_from([(0,), (6,), (0, 6)])
 REQUESTS = st.lists(
     st.tuples(
         st.integers(1, 30),  # prompt tokens
@@ -98,12 +99,15 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(requests=REQUESTS, blocks=st.integers(16, 40), overlap=st.booleans(), window=st.booleans())
+@given(requests=REQUESTS, blocks=st.integers(16, 40), overlap=st.booleans(), windows=WINDOWS)
 def test_any_mix_is_told_truly(
-    requests: list[tuple[int, int, int, bool, bool]], blocks: int, overlap: bool, window: bool
+    requests: list[tuple[int, int, int, bool, bool]],
+    blocks: int,
+    overlap: bool,
+    windows: tuple[int, ...],
 ) -> None:
     """Preemptions, forks, prefix hits, evictions: tokens are the reference's, records add up."""
-    rig = Rig(blocks=blocks, overlap=overlap, window=6 if window else 0)
+    rig = Rig(blocks=blocks, overlap=overlap, windows=windows)
     watcher = Watcher(rig)
     recorded = []
     for prompt, output, n, record, common in requests:

@@ -2,7 +2,8 @@
 
 Its "KV" is real enough to be wrong: every slot holds the token computed there and a 64-bit state
 that chains all tokens up to it, so that a wrong table, a stale block, a missing copy or a block
-that is reused too early changes what comes next (and with `verify` is found on the spot).
+that is reused too early changes what comes next (and with `verify` is found on the spot). Each KV
+group holds all of it, and all must agree.
 
 Log-probabilities are those of its own distribution; see `fake.logprobs`.
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +35,13 @@ _DRAWN = (Output.SAMPLE, Output.PROMPT_LOGPROBS)
 class _Row:
     """One device row: what a real runner keeps in device tables."""
 
-    __slots__ = ("acquired", "blocks", "end", "history", "join", "last", "root", "start")
+    __slots__ = ("acquired", "end", "history", "join", "last", "root", "start", "tables")
 
     def __init__(self, join: Join, step: int) -> None:
         self.join = join
-        self.blocks = list(join.tables[0])
-        self.acquired = dict.fromkeys(self.blocks, step)  # block -> step it came into this table
+        self.tables = [list(table) for table in join.tables]  # by KV group
+        # Block -> step in which it came into one of them.
+        self.acquired = {block: step for table in self.tables for block in table}
         self.root = root(join.adapter)
         self.start = self.end = 0  # of its newest forward row; end: where the next one starts
         self.last: int | None = None  # token last drawn into this row
@@ -102,7 +105,8 @@ class FakeRunner:
     is in its capacity: the device is busy that long, one step after another, and `result` sleeps
     until it is done. `verify` re-reads the whole
     context of every row and checks every block that is written; it costs O(context) a step.
-    `window` > 1: a query may read so many newest slots alone; what lies before is not looked at.
+    `windows`, of each KV group, 0 or more than 1: a query reads so many newest slots alone of it
+    (0 = all); what lies before is not looked at.
     `eos_ids`: the first is drawn about once in 200 tokens; empty means never.
     """
 
@@ -117,7 +121,7 @@ class FakeRunner:
         cost: StepCost | None = None,
         verify: bool = False,
         eos_ids: Sequence[int] = (END_OF_TURN,),
-        window: int = 0,
+        windows: Sequence[int] = (0,),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -136,10 +140,10 @@ class FakeRunner:
             width=WIDTH,
             labels=LABELS,
             work=work,
-            window=window,
+            windows=tuple(windows),
             draws_note="the fake model draws from a hash of the tokens so far: it has no logits",
         )
-        assert window != 1, "a state follows from the one before it"
+        assert 1 not in windows, "a state follows from the one before it"
         self._block_size = block_size
         self._step_s, self._token_s = step_ms / 1000, token_ms / 1000
         self._verify = verify
@@ -189,8 +193,8 @@ class FakeRunner:
             ticket.states.append(self._forward(plan, i, i not in unwritten, trace))
             end = plan.starts[i] + plan.counts[i]
             row = self._rows[plan.rows[i]]
-            blocks = row.blocks[self._low(row) // self._block_size : -(-end // self._block_size)]
-            ticket.touched.update(blocks)
+            for table, low in self._tables(row, row.start):
+                ticket.touched.update(table[low : -(-end // self._block_size)])
         self._in_flight.append(ticket)
         return ticket
 
@@ -215,12 +219,13 @@ class FakeRunner:
         for join in plan.joins:
             assert 0 <= join.row < self._capacity.max_rows, f"row {join.row} does not exist"
             assert join.row not in self._rows, f"row {join.row} is joined while it is held"
-            assert len(join.tables) == 1, "one KV group"
+            assert len(join.tables) == len(self._capacity.windows), "a table for each KV group"
             self._rows[join.row] = _Row(join, plan.step)
         for grow in plan.grows:
             row = self._rows[grow.row]
-            assert 0 <= grow.first <= len(row.blocks), "a hole in a block table"
-            row.blocks[grow.first : grow.first + len(grow.blocks)] = grow.blocks
+            table = row.tables[grow.group]
+            assert 0 <= grow.first <= len(table), "a hole in a block table"
+            table[grow.first : grow.first + len(grow.blocks)] = grow.blocks
             row.acquired.update(dict.fromkeys(grow.blocks, plan.step))
 
     def _copy(self, source: int, target: int) -> None:
@@ -256,7 +261,9 @@ class FakeRunner:
             self._check_chain(row, start)
         state = row.root
         if start > 0:
-            before = self._states[self._slot(row, start - 1)]
+            found = {self._states[slot] for slot in self._slots(row, start - 1)}
+            assert len(found) == 1, f"KV groups differ at position {start - 1}"
+            before = found.pop()
             assert before is not None, f"position {start - 1} was never computed"
             state = before
         for position, token in enumerate(ids, start):
@@ -264,25 +271,29 @@ class FakeRunner:
             state = advance(state, token)
             if trace is not None:
                 trace.append(state)
-            slot = self._slot(row, position)
-            if writes:
-                self._states[slot], self._tokens[slot] = state, token
-            elif self._verify:
-                assert self._states[slot] == state, "unwritten, but the slot holds something else"
+            for slot in self._slots(row, position):
+                if writes:
+                    self._states[slot], self._tokens[slot] = state, token
+                elif self._verify:
+                    assert self._states[slot] == state, "unwritten, but the slot holds another"
         return state
 
-    def _low(self, row: _Row) -> int:
-        """The first position that the row's newest forward row, or a later one, may read."""
-        return self._first_read(row.start)
+    def _lows(self, position: int) -> list[int]:
+        """By KV group: the first position that a query at `position` reads."""
+        windows = self._capacity.windows
+        return [max(0, position + 1 - window) if window else 0 for window in windows]
 
-    def _first_read(self, position: int) -> int:
-        """The first position that a query at `position` reads."""
-        window = self._capacity.window
-        return max(0, position + 1 - window) if window else 0
+    def _tables(self, row: _Row, position: int) -> Iterator[tuple[list[int], int]]:
+        """The row's tables, and of each the first block that a query at `position` reads."""
+        lows = (low // self._block_size for low in self._lows(position))
+        return zip(row.tables, lows, strict=True)
 
-    def _slot(self, row: _Row, position: int) -> int:
-        block = row.blocks[position // self._block_size]
-        return block * self._block_size + position % self._block_size
+    def _slot(self, table: list[int], position: int) -> int:
+        return table[position // self._block_size] * self._block_size + position % self._block_size
+
+    def _slots(self, row: _Row, position: int) -> list[int]:
+        """Of one position, in each KV group."""
+        return [self._slot(table, position) for table in row.tables]
 
     def _draw(self, ticket: FakeTicket, masks: Masks | None) -> list[int]:
         plan = ticket.plan
@@ -377,19 +388,20 @@ class FakeRunner:
 
     def _check_chain(self, row: _Row, end: int) -> None:
         """Every slot of [0, end) that is read follows from the one before it."""
-        low = self._low(row)
-        state = self._states[self._slot(row, low)] if low else row.root
-        assert state is not None, f"position {low} was never computed"
-        for position in range(low + 1 if low else 0, end):
-            slot = self._slot(row, position)
-            state = advance(state, self._tokens[slot])
-            assert self._states[slot] == state, f"position {position}: stale or foreign KV"
+        for table, low in zip(row.tables, self._lows(row.start), strict=True):
+            state = self._states[self._slot(table, low)] if low else row.root
+            assert state is not None, f"position {low} was never computed"
+            for position in range(low + 1 if low else 0, end):
+                slot = self._slot(table, position)
+                state = advance(state, self._tokens[slot])
+                assert self._states[slot] == state, f"position {position}: stale or foreign KV"
 
     def _check_history(self, history: list[int], source: _Row, position: int) -> None:
         """What a row remembers is what the forward row that it draws from computed."""
-        for at in range(self._low(source), position):
-            wrong = f"position {at} of the history is {history[at]}"
-            assert history[at] == self._tokens[self._slot(source, at)], wrong
+        for table, low in zip(source.tables, self._lows(source.start), strict=True):
+            for at in range(low, position):
+                wrong = f"position {at} of the history is {history[at]}"
+                assert history[at] == self._tokens[self._slot(table, at)], wrong
 
     def _check_fence(self, plan: StepPlan) -> None:
         """No block that is written belongs to others, or was theirs in a step still in flight.
@@ -400,8 +412,9 @@ class FakeRunner:
         writers: dict[int, int] = {}  # block -> row
         for i, number in enumerate(plan.rows):
             row, start = self._rows[number], plan.starts[i]
-            last = (start + plan.counts[i] - 1) // self._block_size
-            for block in [] if i in unwritten else row.blocks[start // self._block_size : last + 1]:
+            first, last = (p // self._block_size for p in (start, start + plan.counts[i] - 1))
+            written = (table[first : last + 1] for table in row.tables)
+            for block in () if i in unwritten else chain.from_iterable(written):
                 assert writers.setdefault(block, number) == number, f"two rows write block {block}"
                 for ticket in self._in_flight:
                     new = row.acquired[block] > ticket.plan.step
@@ -409,8 +422,8 @@ class FakeRunner:
                     assert fenced, f"block {block} is reused while step {ticket.plan.step} runs"
         runs = {number for ticket in self._in_flight for number in ticket.plan.rows} | {*plan.rows}
         for number, row in self._rows.items():
-            low = self._low(row) if number in runs else self._first_read(row.end)
-            for block in row.blocks[low // self._block_size :]:
+            tables = self._tables(row, row.start if number in runs else row.end)
+            for block in chain.from_iterable(table[low:] for table, low in tables):
                 shared = writers.get(block, number) != number
                 old = shared and row.acquired[block] < plan.step
                 assert not old, f"block {block} is written while row {number} holds it"

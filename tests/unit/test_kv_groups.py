@@ -1,19 +1,19 @@
-"""WindowCache: what falls out of the window is given back; a hit needs the last window alone. The
-rest of its contract is `test_cache.py`'s."""
+"""GroupedCache: what falls out of a window is given back; a hit needs the last window alone where
+layers have one. The rest of its contract is `test_cache.py`'s."""
 
 from __future__ import annotations
 
 import pytest
 
 from headrace.kv.cache import Table
-from headrace.kv.window import WindowCache
+from headrace.kv.groups import GroupedCache
 from headrace.messages import Sampling
 from tests.unit.engine_rig import Rig
 
 TOKENS = list(range(100, 200))
 
 
-def filled(kv: WindowCache, count: int) -> Table:
+def filled(kv: GroupedCache, count: int) -> Table:
     """A table whose first `count` tokens were computed in one step."""
     table = kv.open("", "")
     assert kv.reserve(table, count, kv.match(table, TOKENS[:count])) is not None
@@ -23,7 +23,7 @@ def filled(kv: WindowCache, count: int) -> Table:
 
 
 def test_blocks_go_back_once_no_later_position_reads_them() -> None:
-    kv = WindowCache(16, 4, window=6)
+    kv = GroupedCache(16, 4, windows=[6])
     table = filled(kv, 12)
     for computed, freed in ((12, 1), (13, 2), (16, 2), (17, 3)):
         assert kv.reserve(table, computed, computed - 1) is not None
@@ -37,7 +37,7 @@ def test_blocks_go_back_once_no_later_position_reads_them() -> None:
 
 
 def test_a_long_sequence_runs_in_a_small_pool() -> None:
-    kv = WindowCache(4, 4, window=8)
+    kv = GroupedCache(4, 4, windows=[8])
     table = kv.open("", "")
     for computed in range(1, 100):
         assert kv.reserve(table, computed, computed - 1) is not None
@@ -48,7 +48,7 @@ def test_a_long_sequence_runs_in_a_small_pool() -> None:
 
 @pytest.mark.parametrize(("window", "first"), [(4, 3), (5, 2), (8, 2), (9, 1), (16, 0), (99, 0)])
 def test_a_hit_needs_its_last_window_alone(window: int, first: int) -> None:
-    kv = WindowCache(16, 4, window=window)
+    kv = GroupedCache(16, 4, windows=[window])
     kv.release(filled(kv, 16), 0)
     again = kv.open("", "")
     assert kv.match(again, TOKENS[:18]) == 16
@@ -64,7 +64,7 @@ def test_a_hit_needs_its_last_window_alone(window: int, first: int) -> None:
 
 
 def test_a_hole_in_the_window_is_no_hit() -> None:
-    kv = WindowCache(8, 4, window=8)
+    kv = GroupedCache(8, 4, windows=[8])
     table = filled(kv, 8)
     kv.release(table, 0)
     other = kv.open("", "")
@@ -75,7 +75,7 @@ def test_a_hole_in_the_window_is_no_hit() -> None:
 
 
 def test_a_fork_holds_what_its_twin_holds() -> None:
-    kv = WindowCache(8, 4, window=5)
+    kv = GroupedCache(8, 4, windows=[5])
     table = filled(kv, 14)
     twin = kv.fork(table)
     assert (twin.freed, twin.held) == (table.freed, table.held)
@@ -93,7 +93,7 @@ def test_an_engine_gives_memory_back_while_sequences_run() -> None:
     """Two sequences of 60 tokens in a pool of 72: without a window they would take turns."""
     held = []
     for window in (0, 8):
-        rig = Rig(18, 4, 2, window=window, max_model_len=64)
+        rig = Rig(18, 4, 2, windows=(window,), max_model_len=64)
         for _ in range(2):
             rig.submit(20, 40, sampling=Sampling(temperature=0.0))
         most = 0
