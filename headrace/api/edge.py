@@ -80,21 +80,34 @@ class Edge:
         scope["headrace.exchange"] = exchange
         id_header = (b"x-request-id", exchange.request_id.encode())
 
+        seated = settled = False
         whole = False  # the answer has been sent
+
+        def settle() -> None:
+            nonlocal settled
+            if settled:
+                return
+            settled = True
+            if seated:
+                self._seats.leave()
+            self._record(scope, exchange)
 
         async def timed_send(message: Message) -> None:
             nonlocal whole
+            last = message["type"] == "http.response.body" and not message.get("more_body")
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), id_header]
+            elif last:
+                settle()  # who has seen the end finds it counted, and the seat free
             exchange.sending_since_s = time.monotonic()
             await send(message)
             exchange.sending_since_s = 0.0
             exchange.sent_s = time.monotonic()
-            whole = message["type"] == "http.response.body" and not message.get("more_body")
+            whole = last
 
         self._exchanges.add(exchange)
-        answer, seated = self._app, False
+        answer = self._app
         try:
             seated = self._let_in(scope, headers)
             exchange.key = self._keys.name(headers)
@@ -109,10 +122,8 @@ class Edge:
                 raise  # the server cuts the connection: all that can still be said
             # It was logged and answered; the connection is as good as ever.
         finally:
-            if seated:
-                self._seats.leave()
+            settle()
             self._exchanges.remove(exchange)
-            self._record(scope, exchange)
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket: its requests come back here as HTTP. Without a key it is never opened."""

@@ -176,10 +176,19 @@ class Streams:
             exchange.tokens = tokens
             live.on_read = exchange.touch
             self._live[name] = live
-            try:
-                await _both(live, make(inside), exchange, scope, receive, send)
-            finally:
+
+            def take_over() -> None:
                 exchange.detail, exchange.error = inside.detail, inside.error
+
+            async def told_send(message: Message) -> None:
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    take_over()  # the edge notes down how it ended before the last byte leaves
+                await send(message)
+
+            try:
+                await _both(live, make(inside), exchange, scope, receive, told_send)
+            finally:
+                take_over()
                 del self._live[name]
                 self._keep(live)
 

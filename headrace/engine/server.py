@@ -151,12 +151,15 @@ class Post:
             self._take(peer, payload)
         return INTAKE
 
-    def send(self, outs: Mapping[int, TokenOut]) -> None:
-        """One message an owner; never blocks."""
+    def send(self, outs: Mapping[int, TokenOut]) -> bool:
+        """One message an owner; never blocks. Whether all took theirs: who did not is dropped."""
+        taken = True
         for owner, out in outs.items():
             peer = self._owners.get(owner)
             if peer is not None and not peer.lost:
                 self._send(peer, out)
+                taken &= not peer.lost
+        return taken
 
     def judge(self) -> bool:
         """Drop who was silent for too long; whether somebody was. Call only right after an inbox
@@ -329,9 +332,12 @@ def _loop(
         taken = post.drain()
         dropped = taken < INTAKE and post.judge()
         if taken or dropped or engine.has_work:
-            post.send(engine.turn())
+            outs = engine.turn()
+            # Before the news go out: who has seen an answer end finds it counted, if nothing runs.
             if not engine.has_work or time.monotonic() - told_s >= METRICS_S:
                 stats = engine.stats()
                 pulser.steps = stats.steps
                 metrics.update(stats)
                 told_s = time.monotonic()
+            if not post.send(outs):
+                metrics.update(engine.stats())

@@ -301,8 +301,8 @@ class Exchange:
         if self._events is not None:
             self._stream_ended(self._events)
         elif self._begun:
-            self._client.finish()
             self._finish(self._status)
+            self._client.finish()
         elif self._may_retry(self._status):
             self._retry(str(self._status), count=False)
         else:
@@ -324,8 +324,8 @@ class Exchange:
             self._count_stream_error()
         elif not events.ended:
             self._gateway.metrics.endless.add(self.worker.name)
-        self._client.finish(rest)
         self._finish(self._status)
+        self._client.finish(rest)
 
     def broken(self, reason: str, stale: bool) -> None:
         """No more comes, and it was not all."""
@@ -358,13 +358,13 @@ class Exchange:
         if not self._begun:
             self._refuse(error)
         elif self._events is None:
-            self._client.abort()  # its length was announced: only the end of the line is honest
             self._finish(502)
+            self._client.abort()  # its length was announced: only the end of the line is honest
         else:
             self._gateway.metrics.endless.add(self.worker.name)
             apart = b"\n\n" if self._events.inside else b""
-            self._client.finish(apart + event_of(error, self._request.path))
             self._finish(502)
+            self._client.finish(apart + event_of(error, self._request.path))
 
     def _may_retry(self, status: int) -> bool:
         most = self._gateway.settings.retries
@@ -446,11 +446,11 @@ class Exchange:
         if not self._begun:
             self._refuse(error)
         elif self._events is None:
+            self._finish(error.status)
             self._client.abort()
-            self._finish(error.status)
         else:
-            self._client.finish(event_of(error, self._request.path))
             self._finish(error.status)
+            self._client.finish(event_of(error, self._request.path))
 
     def _drop_upstream(self) -> None:
         if self._waiting is not None:
@@ -486,7 +486,8 @@ class Exchange:
         self._gateway.used(self.id, self._prompt, self._placement, usage)
 
     def _finish(self, status: int) -> None:
-        """Once, at the end of every path."""
+        """Once, at the end of every path, before the client sees that end: who asks then finds the
+        request counted, and its place free."""
         if self._over:
             return
         self._over = True

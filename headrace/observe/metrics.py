@@ -144,6 +144,11 @@ class EngineMetrics:
         self._model_name = model_name
         self._block_size = str(block_size)
         lost = _lost(registry)
+        finished = _Labelled(
+            "headrace_requests_finished", "requests that the engine ended, by reason",
+            "reason", model_name, registry,
+        )  # fmt: skip
+        finished.add("lost", lost)  # before a gauge says that nothing runs
         self._gauges = [
             (field, _gauge(name, text, registry, ["model_name"]).labels(model_name))
             for field, name, text in self.GAUGES
@@ -161,11 +166,6 @@ class EngineMetrics:
             ["model_name", "engine", "block_size", "num_gpu_blocks"],
         )  # fmt: skip
         self._registry = registry
-        finished = _Labelled(
-            "headrace_requests_finished", "requests that the engine ended, by reason",
-            "reason", model_name, registry,
-        )  # fmt: skip
-        finished.add("lost", lost)
         runner = _Labelled(
             "headrace_runner_events", "what the runner did, by its own names for it",
             "event", model_name, registry,

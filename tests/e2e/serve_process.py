@@ -86,7 +86,13 @@ class ServeProcess:
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Send a signal; the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(timeout_s)
+        return self.end(timeout_s)
+
+    def end(self, timeout_s: float = 60.0) -> int:
+        """The exit code, once it has ended and `said` holds all that it printed."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return code
 
     def __enter__(self) -> ServeProcess:
         return self

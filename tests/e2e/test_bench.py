@@ -16,7 +16,7 @@ def test_a_mixed_level_adds_up(shared_server: Server) -> None:
         prefixes=2,
         prefix_tokens=40,
         prompt_tokens=8,
-        max_tokens=12,
+        max_tokens=200,  # so many that those who drop it do so while it comes
         structured=0.3,
         cancel=0.25,
         nonce="e2e",
@@ -39,4 +39,4 @@ def test_a_mixed_level_adds_up(shared_server: Server) -> None:
     assert found.server["headrace_requests_started_total"].max > 0
     plain = [r for r in meter.records if r.good and r.finish_reason == "length"]
     assert plain
-    assert {record.output_tokens for record in plain} == {12}
+    assert {record.output_tokens for record in plain} == {200}

@@ -75,7 +75,7 @@ def test_the_same_answer_as_over_http(server: Server) -> None:
 
 def test_many_at_once_and_an_abort(server: Server) -> None:
     with dial(server) as socket:
-        ask(socket, request_id="long", **body(max_tokens=3000, ignore_eos=True))
+        ask(socket, request_id="long", **body(max_tokens=4000, ignore_eos=True))
         names = [f"q{i}" for i in range(8)]
         for name in names:
             ask(socket, request_id=name, **body(name))
@@ -93,9 +93,10 @@ def test_many_at_once_and_an_abort(server: Server) -> None:
 
 def test_an_abort_before_the_first_chunk_is_one_too(server: Server) -> None:
     """At once, while it waits or computes its prompt, streamed or not."""
+    long = body("x" * 900, max_tokens=3000, ignore_eos=True)
     with dial(server) as socket:
         for i in range(12):
-            ask(socket, request_id=f"{i}", stream=i % 2 == 0, **body("x" * 900, max_tokens=900))
+            ask(socket, request_id=f"{i}", stream=i % 2 == 0, **long)
             ask(socket, type="abort", request_id=f"{i}")
         found = until_ended(socket, 12)
         assert {frames[-1]["type"] for frames in found.values()} == {"aborted"}
@@ -114,7 +115,7 @@ def test_a_client_that_is_gone_is_no_fault_of_ours(server: Server) -> None:
 
 def test_mistakes_end_nothing_else(server: Server) -> None:
     with dial(server) as socket:
-        ask(socket, request_id="runs", **body(max_tokens=300, ignore_eos=True))
+        ask(socket, request_id="runs", **body(max_tokens=4000, ignore_eos=True))
         refused: list[tuple[Any, str | None, int, str | None]] = [
             (body(temperature=3, request_id="x"), "x", 400, "temperature"),
             (body(model="other", request_id="y"), "y", 404, "model"),
@@ -127,7 +128,10 @@ def test_mistakes_end_nothing_else(server: Server) -> None:
             socket.send(json.dumps(frame))
         socket.send(b"\x00\x01")
         socket.send('{"messages": ')
-        found = until_ended(socket, len(refused) + 3)
+        found = until_ended(socket, len(refused) + 2)
+        found.setdefault("runs", []).append(json.loads(socket.recv(timeout=30)))  # it goes on
+        ask(socket, type="abort", request_id="runs")
+        ended = until_ended(socket)["runs"]
         errors = [
             (f["request_id"], f["status"], f["error"]["param"])
             for frames in found.values()
@@ -136,7 +140,8 @@ def test_mistakes_end_nothing_else(server: Server) -> None:
         ]
         expected = [tuple(rest) for _, *rest in refused] + [(None, 400, None)] * 2
         assert sorted(map(str, errors)) == sorted(map(str, expected))
-        assert found["runs"][-1]["type"] == "done"
+        assert {frame["type"] for frame in found["runs"]} == {"chunk"}
+        assert ended[-1]["type"] == "aborted"
 
 
 def test_bounds(server: Server) -> None:

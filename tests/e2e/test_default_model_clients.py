@@ -64,7 +64,7 @@ def test_every_protocol_says_the_same(
     )
     pieces = [e.delta for e in events if e.type == "response.output_text.delta"]
     assert "".join(pieces) == text
-    assert len(pieces) > 3, "it came in pieces"
+    assert len(pieces) > 1, "it came in pieces"
     counted = anthropic_client.messages.count_tokens(model=MODEL, messages=ASK)
     read = message.usage.cache_read_input_tokens or 0
     assert (
@@ -132,6 +132,7 @@ def test_tools_of_responses(openai_client: Any) -> None:
         tools=tools,
         tool_choice="none",
         max_output_tokens=20,
+        temperature=0,
     )
     assert told.output_text
 
@@ -162,6 +163,7 @@ def test_tools_of_messages(anthropic_client: Any) -> None:
         tools=tools,
         tool_choice={"type": "none"},
         max_tokens=20,
+        extra_body=GREEDY,
     )
     assert told.content[0].type == "text"
 
@@ -178,7 +180,7 @@ def test_nothing_imports_torch(default_server: ServeProcess, openai_client: Open
     ]
     for more in draws:
         chat = openai_client.chat.completions.create(
-            model=MODEL, messages=ASK, max_tokens=8, **more
+            **{"model": MODEL, "messages": ASK, "max_tokens": 8, "seed": 1, **more}
         )
         assert all(choice.message.content for choice in chat.choices)
     told = openai_client.completions.create(

@@ -220,13 +220,11 @@ def test_more_refusals(server: Server, path: str, body: dict[str, Any], param: s
 
 
 @pytest.mark.model
-def test_the_default_model() -> None:
+def test_the_default_model(default_server: ServeProcess) -> None:
     """A model made to write gives vectors too: texts that are alike lie closer than others."""
     texts = ["The cat sat on the mat.", "A cat is sitting on a mat.", "def main(): return 0"]
-    with (
-        ServeProcess("--max-model-len", "512") as server,
-        OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client,
-    ):
+    server = default_server
+    with OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client:
         model = client.models.list().data[0].id
         answer = client.embeddings.create(model=model, input=texts)
         vectors = np.array([one.embedding for one in answer.data])
@@ -237,7 +235,7 @@ def test_the_default_model() -> None:
         status, said = server.post("/score", {"text_1": texts[0], "text_2": texts[1:]})
         assert status == 200, said
         scores = [one["score"] for one in said["data"]]
-        np.testing.assert_allclose(scores, alike[0, 1:], atol=0.02)  # bfloat16, another batch
+        np.testing.assert_allclose(scores, alike[0, 1:], atol=1e-4)  # another batch
         assert server.post("/classify", {"input": "a"})[0] == 400
 
 

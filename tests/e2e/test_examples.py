@@ -23,7 +23,9 @@ from headrace.errors import SetupError
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-FAKE = {"HEADRACE_BACKEND": "fake", "HEADRACE_SEED": "1"}
+# Greedy, so that an answer depends on nothing but its prompt; with the penalty none ends at once.
+DRAWS = "temperature=0,repetition_penalty=1.3"
+FAKE = {"HEADRACE_BACKEND": "fake", "HEADRACE_DEFAULT_SAMPLING": DRAWS}
 
 
 def run(*command: str) -> str:

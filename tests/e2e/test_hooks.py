@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "answers").write_text("secret\nold name => NEW\nhalt now => !stop\n")
     words = (f"moderation=words:{folder / 'prompts'}", f"filter=words:{folder / 'answers'}")
     hooks = (*words, *OTHERS, "moderation=tests.e2e.hook_samples.Moderation")
-    with Server(fake_step_ms=1.0, hook=hooks, hook_timeout_s=0.3) as running:
+    with Server(fake_step_ms=1.0, hook=hooks, hook_timeout_s=1.0) as running:
         yield running
         running.wait_idle()
 
@@ -60,8 +60,10 @@ def both(server: Server, body: dict[str, Any]) -> tuple[str, str, list[str]]:
 
 
 def test_words_are_replaced_however_tokens_cut_them(server: Server) -> None:
-    text, finish, pieces = both(server, forced("the secret of Old Name, secretly, old nam"))
-    assert (text, finish) == ("the *** of NEW, secretly, old nam", "stop")
+    asked, said = "the secret of Old Name, secretly, ", "the *** of NEW, secretly, "
+    body = forced(asked * 20 + "old nam", max_tokens=1000)  # long: much is sent while it is written
+    text, finish, pieces = both(server, body)
+    assert (text, finish) == (said * 20 + "old nam", "stop")
     assert len(pieces) > 1, "what can no longer change is sent at once"
 
 

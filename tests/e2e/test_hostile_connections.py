@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ H2C = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(fake_step_ms=2.0, receive_timeout_s=1.0, stall_timeout_s=1.5) as running:
+    with Server(fake_step_ms=2.0, receive_timeout_s=2.0, stall_timeout_s=1.5) as running:
         yield running
         running.wait_idle()
 
@@ -84,15 +85,13 @@ def test_a_request_that_stays_unfinished_is_a_408(
     status, _, body = split(read_all(sock))
     assert status == 408
     assert json.loads(body)["error"]["code"] == "request_timeout"
-    assert 0.5 < time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s > 0.5
 
 
-def test_a_byte_now_and_then_does_not_buy_time(server: Server, sock: socket.socket) -> None:
-    start_s = time.monotonic()
+def test_a_byte_now_and_then_does_not_buy_time(sock: socket.socket) -> None:
     raw = post({**SHORT, "user": "u" * 400})
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError):  # before all of it was sent
         send_slowly(sock, [bytes([byte]) for byte in raw], 0.05)
-    assert time.monotonic() - start_s < 10
 
 
 def test_a_connection_that_asks_nothing_is_closed_in_silence(sock: socket.socket) -> None:
@@ -125,13 +124,14 @@ def test_a_whole_answer_that_nobody_reads_is_dropped(server: Server) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_b076_leaving_with_a_second_request_in_line(server: Server, streamed: bool) -> None:
     server.wait_idle()
+    aborted = partial(server.metric, "headrace_requests_finished_total", reason="abort")
+    before = aborted()
     sock = connect(server)
     sock.sendall(post({**LONG, "stream": streamed}) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     server.wait(lambda: server.metric("headrace_requests_running") == 1, "running")
-    start_s = time.monotonic()
     sock.close()
     server.wait_idle()
-    assert time.monotonic() - start_s < 3, "3000 steps of 2 ms would take 6 s"
+    assert aborted() == before + 1, "it ran to its end for nobody"
 
 
 def test_a_short_pipeline_is_answered_in_order(server: Server, sock: socket.socket) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,8 +27,7 @@ LONG = {"prompt": "secret words", "max_tokens": 4000, "ignore_eos": True}
 def server() -> Iterator[Server]:
     with Server(
         workers=2, fake_step_ms=10.0, max_num_seqs=3, max_streams=3, max_n=2, max_schema_bytes=100,
-        request_timeout_s=4.0, first_token_timeout_s=0.8, strict=True, cors_origin=(PAGE,),
-        api_key=("plain", HASHED),
+        strict=True, cors_origin=(PAGE,), api_key=("plain", HASHED),
     ) as running:  # fmt: skip
         yield running
 
@@ -96,20 +96,27 @@ def test_every_path_but_the_probes_needs_a_key(server: Server) -> None:
         assert server.request("GET", "/version", headers=known)[0] == 200
 
 
-def test_time_is_limited_for_the_whole_and_for_the_first_token(server: Server) -> None:
-    """The first takes all rows and runs to its limit, the second waits for one too long."""
-    running = Open(server, rows=3)
-    assert running.status() == 200, running.rest()
-    status, _, raw = server.request("POST", TEXT, LONG, KEY)
-    assert (status, error_of(raw)["code"]) == (504, "first_token_timed_out")
-    assert "0.8 s" in error_of(raw)["message"]
-    *chunks, last = events(running.rest())
-    assert last["error"]["code"] == "timed_out"
-    assert "in 4 s" in last["error"]["message"]
-    assert chunks
-    assert "[DONE]" not in chunks
-    status, _, raw = server.request("POST", TEXT, LONG, KEY)  # not streamed: its own status
-    assert (status, error_of(raw)["code"]) == (504, "timed_out")
+def test_time_is_limited_for_the_whole_and_for_the_first_token() -> None:
+    """Two take all rows and run to their limit, a third waits for one too long."""
+    limits = {"request_timeout_s": 7.0, "first_token_timeout_s": 2.5}
+    with (
+        Server(fake_step_ms=10.0, max_num_seqs=3, **limits) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        whole = pool.submit(server.request, "POST", TEXT, LONG)
+        running = Open(server, rows=2)
+        assert running.status() == 200, running.rest()
+        server.wait(lambda: server.metric("headrace_requests_running") == 3, "no row is free")
+        status, _, raw = server.request("POST", TEXT, LONG)
+        assert (status, error_of(raw)["code"]) == (504, "first_token_timed_out")
+        assert "2.5 s" in error_of(raw)["message"]
+        *chunks, last = events(running.rest())
+        assert last["error"]["code"] == "timed_out"
+        assert "in 7 s" in last["error"]["message"]
+        assert chunks
+        assert "[DONE]" not in chunks
+        status, _, raw = whole.result()  # not streamed: its own status
+        assert (status, error_of(raw)["code"]) == (504, "timed_out")
 
 
 def test_one_request_too_many_is_a_503_in_whatever_process(server: Server) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -350,8 +351,11 @@ def test_a_client_that_leaves_a_search_frees_the_engine(server: Server) -> None:
     body = json.dumps({
         "prompt": "long", "use_beam_search": True, "n": 8, "max_tokens": 400, "ignore_eos": True,
     })  # fmt: skip
+    gone = partial(server.metric, "headrace_requests_total", status="499")
+    before = gone()
     with pytest.raises(TimeoutError):
         server.request("POST", "/v1/completions", body.encode(), timeout_s=0.2)
+    server.wait(lambda: gone() == before + 1, "its end")
     server.wait_idle()
     steps = server.metric("headrace_steps_total")
     time.sleep(0.3)

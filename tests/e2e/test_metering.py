@@ -126,6 +126,12 @@ def test_b086_what_clients_gave_up_is_counted_everywhere(server: Metered) -> Non
     for name in names:
         leave(server, name, {"prompt": name})
     server.wait(lambda: names <= set(server.records()), "the records of aborts")
+
+    def counted() -> bool:  # just after the line is in the log
+        metric = server_metric(server)
+        return [metric(name, **labels) for name, labels in counts] >= [x + 5 for x in before]
+
+    server.wait(counted, "the counts of aborts")
     metric = server_metric(server)
     assert [metric(name, **labels) for name, labels in counts] == [count + 5 for count in before]
     records = [server.records()[name] for name in names]
@@ -170,8 +176,10 @@ def test_the_records_add_up_to_what_the_device_worked(server: Metered) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, range(60)))
     server.wait(lambda: len({n for n in server.records() if "mixed" in n}) == 60, "all records")
-    metric = server_metric(server)
     records = server.records().values()
+    counted = "headrace_usage_requests_total"  # just after the line is in the log
+    server.wait(lambda: server_metric(server)(counted) == len(records), "all counts")
+    metric = server_metric(server)
     busy_s = metric("headrace_busy_seconds_total")
     assert sum(r["compute_s"] for r in records) == pytest.approx(busy_s, rel=0.02)
     for kind in ("input", "cached", "output"):

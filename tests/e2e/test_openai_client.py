@@ -15,6 +15,7 @@ from websockets.sync.client import connect
 from tests.e2e.serving import Server
 
 CROWD = 64
+STARTED = "headrace_requests_started_total{"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,13 @@ def test_a_websocket_needs_the_key_too(server: Server) -> None:
 
 
 async def test_a_crowd_of_which_a_third_leaves(server: Server) -> None:
+    bearer = {"authorization": "Bearer sesame"}
+
+    def gauge(name: str) -> float:
+        text = server.request("GET", "/metrics", headers=bearer)[2].decode()
+        return sum(float(row.split()[-1]) for row in text.splitlines() if row.startswith(name))
+
+    started = gauge(STARTED) + 6 + CROWD  # when all were taken
     async with AsyncOpenAI(
         base_url=server.url + "/v1", api_key="sesame", max_retries=0, timeout=60
     ) as client:
@@ -125,7 +133,9 @@ async def test_a_crowd_of_which_a_third_leaves(server: Server) -> None:
                         model="fake", prompt=f"q{i}", max_tokens=3000, extra_body=EXTRA
                     )
                 )
-                await asyncio.sleep(0.2)
+                while await asyncio.to_thread(gauge, STARTED) < started:
+                    assert not task.done()
+                    await asyncio.sleep(0.1)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
@@ -134,15 +144,9 @@ async def test_a_crowd_of_which_a_third_leaves(server: Server) -> None:
         results = await asyncio.gather(*stay, *[leave(1000 + i) for i in range(CROWD // 3)])
         assert [text for text in results[: len(stay)] if not text] == []
         assert results[:6] == alone
-    bearer = {"authorization": "Bearer sesame"}
-
-    def gauge(name: str) -> float:
-        text = server.request("GET", "/metrics", headers=bearer)[2].decode()
-        return sum(float(row.split()[-1]) for row in text.splitlines() if row.startswith(name))
-
     server.wait(lambda: gauge("headrace_requests_running{") == 0, "nothing running")
     server.wait(lambda: gauge("headrace_kv_blocks_used{") == 0, "no block held")
-    assert gauge("headrace_requests_started_total{") == gauge("headrace_requests_finished_total{")
+    assert gauge(STARTED) == gauge("headrace_requests_finished_total{")
     aborted = [
         row
         for row in server.request("GET", "/metrics", headers=bearer)[2].decode().splitlines()

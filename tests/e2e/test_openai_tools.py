@@ -14,7 +14,6 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from headrace.sources.files import ModelFiles
 from tests.e2e.serve_process import ServeProcess
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
@@ -43,9 +42,8 @@ BASE: Any = {"messages": ASK, "tools": TOOLS, "temperature": 0, "max_tokens": 12
 
 
 @pytest.fixture(scope="module")
-def server(default_model: ModelFiles) -> Iterator[ServeProcess]:
-    with ServeProcess("--max-model-len", "2048", "--max-num-seqs", "8") as running:
-        yield running
+def server(default_server: ServeProcess) -> ServeProcess:
+    return default_server
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +121,7 @@ def test_parallel_calls_and_the_next_turn(client: OpenAI, model: str) -> None:
     ]
     history: Any = [*ASK, message.model_dump(), *results]
     text = client.chat.completions.create(
-        model=model, messages=history, tools=TOOLS, tool_choice="none", max_tokens=8
+        model=model, messages=history, tools=TOOLS, tool_choice="none", max_tokens=8, temperature=0
     )
     assert text.choices[0].message.content
     assert not text.choices[0].message.tool_calls

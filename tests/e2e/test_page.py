@@ -17,6 +17,7 @@ from tests.e2e.serve_process import ServeProcess
 
 pytestmark = pytest.mark.skipif(bool(WITHOUT_BROWSER), reason=WITHOUT_BROWSER)
 QUESTION = "Name a colour, and say why you like it."
+SEED = str(2**53 - 1)  # the largest that a page's number holds
 SAID = ".turn.assistant .said:not(.thought)"
 HOSTILE = "<script>pwned=1</script><img src=x onerror=pwned=1>\u202e</div>"
 
@@ -38,9 +39,10 @@ def ask(page: Page, text: str, **fields: str) -> Locator:
         page.get_by_text("Sampling, schema, system").click()
     for name, value in fields.items():
         page.locator(f".draws [name={name}]").fill(value)
+    turns = page.locator(".turn.assistant")
+    answer = turns.nth(turns.count())
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
-    answer = page.locator(".turn.assistant").last
     expect(answer.locator(".note, .problem").filter(has_text=re.compile("."))).to_be_visible()
     return answer
 
@@ -95,6 +97,8 @@ def test_a_chat_streams(chromium: Browser, default_server: ServeProcess) -> None
         record = record_of(page, default_server)
         assert said in record["prompt"]["text"]
         assert QUESTION in record["prompt"]["text"]
+        seed = figures(open_stage(page, 2))["seed"]
+        assert seed == str(record["params"]["seed"])  # all the 64 bits that the server drew
 
 
 def test_an_answer_is_stopped_and_a_new_chat_begun(
@@ -123,7 +127,7 @@ def test_every_stage_opens_with_the_data_of_the_request(
 ) -> None:
     with visit(chromium, default_server.url) as seen:
         page = seen.page
-        ask(page, QUESTION, max_tokens="20", temperature="0.8", top_p="0.9")
+        ask(page, QUESTION, max_tokens="20", temperature="0.8", top_p="0.9", seed=SEED)
         record = record_of(page, default_server)
         assert record["state"] == "done"
         for number, check in enumerate(CHECKS, start=1):
@@ -140,7 +144,7 @@ def check_prepare(panel: Locator, record: dict[str, Any], _: ServeProcess) -> No
     shown = panel.locator(".prompt").evaluate("node => node.textContent")
     assert shown.replace("↵\n", "\n") == record["prompt"]["text"]
     assert QUESTION in panel.locator(".prompt .content").all_inner_texts()
-    assert figures(panel)["seed"] == str(record["params"]["seed"])  # all its 64 bits
+    assert figures(panel)["seed"] == str(record["params"]["seed"]) == SEED
 
 
 def check_tokenize(panel: Locator, record: dict[str, Any], server: ServeProcess) -> None:
@@ -253,7 +257,8 @@ CHECKS = (
 def test_a_request_of_another_client_is_in_the_list(
     chromium: Browser, default_server: ServeProcess
 ) -> None:
-    status, whole = default_server.post("/v1/completions", {"prompt": "A", "max_tokens": 2})
+    asked = {"prompt": "A", "max_tokens": 2, "ignore_eos": True}
+    status, whole = default_server.post("/v1/completions", asked)
     assert status == 200, whole
     with visit(chromium, default_server.url, "#/request//5") as seen:
         page = seen.page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,9 +41,9 @@ def shown(url: str, path: str) -> Any:
 
 
 def ended(url: str, name: str) -> Any:
-    """The record of a request whose answer has come: its end is written just after that."""
-    while (record := shown(url, f"requests/{name}"))["state"] != "done":
-        time.sleep(0.01)
+    """The record of a request whose answer has come: it was complete before the last byte left."""
+    record = shown(url, f"requests/{name}")
+    assert record["state"] == "done"
     return record
 
 
@@ -129,7 +128,7 @@ def test_the_fleet_while_it_works(shared_server: Server) -> None:
         assert response.headers["content-type"].startswith("text/event-stream")
         events = [json.loads(response.readline().removeprefix(b"data: "))]
         running = pool.submit(ask, shared_server.url, {"max_tokens": 1900, "ignore_eos": True})
-        while not any(event["last_steps"] for event in events):
+        while len(events) < 2 or not any(event["last_steps"] for event in events):
             response.readline()
             events.append(json.loads(response.readline().removeprefix(b"data: ")))
         kv = shown(shared_server.url, "kv")
@@ -190,7 +189,7 @@ def test_draws_of_a_real_model_and_its_neighbours(default_server: ServeProcess) 
     plain, recorded = answers(), answers(**FULL)
     texts = [[a["choices"][0]["message"]["content"] for _, a in some] for some in (plain, recorded)]
     assert texts[0] == texts[1]
-    greedy, drawn = (shown(url, f"requests/{name}") for name, _ in recorded[:2])
+    greedy, drawn = (ended(url, name) for name, _ in recorded[:2])
     assert [stage["name"] for stage in greedy["draws"][0]["stages"]] == ["logits"]
     for draw in greedy["draws"]:
         assert draw["greedy"]

@@ -107,7 +107,7 @@ def test_a_dead_engine_ends_streams_and_the_server() -> None:
         stream = Stream(server, max_tokens=4000, ignore_eos=True)
         eventually(lambda: len(stream.lines) > 4, "the stream has begun")
         os.kill(server.children["headrace-engine"], signal.SIGKILL)
-        assert server.process.wait(60) == 3
+        assert server.end() == 3
         stream.join(30)
         assert "engine_dead" in stream.text
         assert "the engine process died (signal SIGKILL)" in server.said
@@ -185,7 +185,7 @@ def test_stops_clean_when_nobody_reads_what_it_says(signals: int) -> None:
 )
 def test_what_cannot_start_says_why(arguments: tuple[str, ...], words: str) -> None:
     with ServeProcess(*arguments, wait=False) as server:
-        assert server.process.wait(60) == 2
+        assert server.end() == 2
     assert words in server.said
     assert "Traceback" not in server.said
 
@@ -194,5 +194,5 @@ def test_a_taken_port_is_an_error() -> None:
     with ServeProcess(*FAKE) as first:
         port = int(first.url.rsplit(":", 1)[1])
         with ServeProcess(*FAKE, port=port, wait=False) as second:
-            assert second.process.wait(60) == 2
+            assert second.end() == 2
         assert "cannot listen" in second.said

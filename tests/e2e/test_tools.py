@@ -196,7 +196,7 @@ def test_a_schema_that_does_not_compile(server: Server) -> None:
         "additionalProperties": False,
     }
     tool = {"name": "f", "parameters": schema}
-    asked = body(tool_choice="required", logit_bias={str(ord("h")): -100}, max_tokens=60)
+    asked = body(tool_choice="required", logit_bias={str(ord("h")): -100}, max_tokens=60, seed=1)
     loose = server.post(CHAT, {**asked, "tools": [{"type": "function", "function": tool}]})
     assert loose[0] == 200, loose
     assert loose[1]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"

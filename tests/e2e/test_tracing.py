@@ -12,7 +12,8 @@ from tests.e2e.test_gateway import GatewayProcess
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = {"prepare", "tokenize", "queue", "prefill", "decode", "stream"}
-BODY = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+BODY = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6,
+        "ignore_eos": True}  # fmt: skip
 
 
 def post(port: int, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
 
 from headrace.api.app import create_app
 from headrace.api.exchange import Exchanges
@@ -89,6 +91,27 @@ async def test_back_to_a_stream_needs_no_seat(service: Service) -> None:
         head = {"last-event-id": f"0-{'0' * 32}.1"}
         back = await client.post("/v1/chat/completions", json=BODY, headers=head)
         assert (back.status_code, back.json()["error"]["code"]) == (404, "stream_not_found")
+
+
+async def test_who_sees_the_end_finds_it_counted_and_the_seat_free(service: Service) -> None:
+    seats, counted = Seats(1), list[bytes]()
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None), seats)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": msgspec.json.encode(BODY)}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            assert not message.get("more_body")
+            seats.take()
+            seats.leave()
+            counted.append(expose(service.metrics.registry))
+
+    path = "/v1/chat/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    (page,) = counted
+    assert f'endpoint="{path}",model_name="fake",status="503"}} 1.0' in page.decode()
 
 
 async def test_our_own_faults_say_nothing_of_the_inside(

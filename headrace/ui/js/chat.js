@@ -109,7 +109,8 @@ export class Chat {
     this.#busy(true);
     this.#gauges.begin();
     try {
-      await streamChat(body, this.#teller(answer), own.signal);
+      const ended = await streamChat(body, this.#teller(answer), own.signal);
+      answer.note(ended);
       say("The answer is complete.");
     } catch (error) {
       if (own.signal.aborted) answer.note("stopped");
@@ -140,7 +141,6 @@ export class Chat {
         answer.think(piece);
       },
       usage: (counts) => this.#gauges.usage(counts),
-      ended: (reason) => answer.note(reason),
     };
   }
 

@@ -40,7 +40,7 @@ export async function look() {
         lookAt(ring, `ui/api/requests?limit=${LIMIT}`),
         lookAtChosen(),
       ]);
-    } while (quick);
+    } while (quick && !document.hidden);
   } finally {
     looking = false;
   }

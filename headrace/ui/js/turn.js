@@ -24,14 +24,19 @@ export function turn(who, log) {
     [thought, ""],
   ]);
   let whole = "";
-  const flush = perFrame(() => {
+  const show = () => {
     const near = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
     for (const [target, text] of waiting) {
       if (text) append(target, text);
       waiting.set(target, "");
     }
     if (near) log.scrollTop = log.scrollHeight;
-  });
+  };
+  const flush = perFrame(show);
+  const tell = (target, text) => {
+    show(); // how it ended is not told before all of it is there
+    target.textContent = text;
+  };
   return {
     node,
     add(text) {
@@ -43,8 +48,8 @@ export function turn(who, log) {
       waiting.set(thought, waiting.get(thought) + text);
       flush();
     },
-    note: (text) => (note.textContent = text),
-    fail: (text) => (problem.textContent = text),
+    note: (text) => tell(note, text),
+    fail: (text) => tell(problem, text),
     text: () => whole,
   };
 }
