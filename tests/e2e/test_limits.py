@@ -98,7 +98,7 @@ def test_every_path_but_the_probes_needs_a_key(server: Server) -> None:
 
 def test_time_is_limited_for_the_whole_and_for_the_first_token() -> None:
     """Two take all rows and run to their limit, a third waits for one too long."""
-    limits = {"request_timeout_s": 7.0, "first_token_timeout_s": 2.5}
+    limits: dict[str, Any] = {"request_timeout_s": 7.0, "first_token_timeout_s": 2.5}
     with (
         Server(fake_step_ms=10.0, max_num_seqs=3, **limits) as server,
         ThreadPoolExecutor() as pool,
