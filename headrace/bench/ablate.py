@@ -21,14 +21,19 @@ from headrace.bench.workload import Workload
 Start = Callable[[Row], AbstractContextManager[str]]  # a server of a row -> its URL
 
 
+LONG_S = 30.0  # a row whose first round took longer is not measured again
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A row and what it did. `times_before`, `times_first`: tokens a second over those of the row
-    with one technique less, None where that was not measured; and of the first."""
+    """A row and what it did. `level`: of its rounds the one with the median rate, of two the
+    slower. `times_before`, `times_first`: tokens a second over those of the row with one technique
+    less, None where that was not measured; and of the first."""
 
     name: str
     what: str
     settings: dict[str, Any]
     level: Level
+    rates: list[float]  # tokens a second of each round, in their order
     times_before: float | None
     times_first: float
 
@@ -54,8 +59,8 @@ def measure_rows(
     rounds: int = 1,
     on_row: Callable[[Measured], None] = lambda row: None,
 ) -> list[Measured]:
-    """Start each row's server, load it, stop it; all get the same requests. Of `rounds` the best
-    counts, for what others do on the machine only ever slows it.
+    """Start each row's server, load it `rounds` times (see LONG_S), stop it; all get the same
+    requests. The median counts: the best of several would favour the rows that had several.
 
     Raises SetupError where a server does not start, EngineError where requests fail.
     """
@@ -63,7 +68,8 @@ def measure_rows(
     rates: dict[int, float] = {}
     for row in rows:
         with start(row) as url:
-            level = run_loop(_level(url, load, concurrency, rounds))
+            levels = run_loop(_levels(url, load, concurrency, rounds))
+        level = sorted(levels, key=lambda one: one.output_tokens_per_s)[(len(levels) - 1) // 2]
         rates[row.number] = rate = level.output_tokens_per_s
         before = rates.get(row.number - 1)
         first = done[0].level.output_tokens_per_s if done else rate
@@ -72,6 +78,7 @@ def measure_rows(
             what=row.what,
             settings=row.settings,
             level=level,
+            rates=[one.output_tokens_per_s for one in levels],
             times_before=None if before is None else rate / before,
             times_first=rate / first,
         )
@@ -80,26 +87,33 @@ def measure_rows(
     return done
 
 
-async def _level(url: str, load: Workload, concurrency: int, rounds: int) -> Level:
+async def _levels(url: str, load: Workload, concurrency: int, rounds: int) -> list[Level]:
     target = Target(url=url, model="")
     target = msgspec.structs.replace(target, model=await first_model(target))
-    best: Level | None = None
-    for number in range(rounds):
+    done: list[Level] = []
+    while len(done) < rounds and (not done or done[0].duration_s < LONG_S):
         # Another nonce a round: no round finds the prompts of the one before it in the cache.
-        meter = Meter(target, msgspec.structs.replace(load, nonce=f"{load.nonce}/{number}"))
+        nonce = f"{load.nonce}/{len(done)}"
+        meter = Meter(target, msgspec.structs.replace(load, nonce=nonce))
         await meter.warm_up(1)
-        level = await meter.level(Shape(concurrency=concurrency))
-        if best is None or level.output_tokens_per_s > best.output_tokens_per_s:
-            best = level
-    assert best is not None, "a row has a round at least"
-    return best
+        done.append(await meter.level(Shape(concurrency=concurrency)))
+    return done
 
 
 def _ms(summary: Summary | None) -> str:
     return "-" if summary is None else f"{summary.p50 * 1e3:.1f}"
 
 
-COLUMNS = ("", "tokens/s", "x before", "x first", "TTFT p50, ms", "ITL p50, ms", "cached tokens")
+COLUMNS = (
+    "",
+    "tokens/s",
+    "x before",
+    "x first",
+    "TTFT p50, ms",
+    "ITL p50, ms",
+    "cached tokens",
+    "each round",
+)
 
 
 def cells(row: Measured) -> list[str]:
@@ -114,6 +128,7 @@ def cells(row: Measured) -> list[str]:
         _ms(level.ttft_s),
         _ms(level.itl_s),
         f"{level.cached_tokens}",
+        " / ".join(f"{rate:.4g}" for rate in row.rates),
     ]
 
 
@@ -131,9 +146,11 @@ def markdown(ablation: Ablation) -> str:
     head = (
         f"# {ablation.model}, backend {ablation.backend}: one technique after another\n\n"
         + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + f".\n\n{load.requests} requests, {ablation.concurrency} at once; prompts of "
+        + f".\n\n{load.requests} requests a round, {ablation.concurrency} at once; prompts of "
         f"{load.prompt_tokens} tokens behind one of {load.prefixes} prefixes of "
-        f"{load.prefix_tokens}; answers of {load.max_tokens} tokens, greedy; seed {load.seed}.\n\n"
+        f"{load.prefix_tokens}; answers of {load.max_tokens} tokens, greedy; seed "
+        f"{load.seed}. Of a row's rounds the median counts; one that took over {LONG_S:.0f} s was "
+        "not repeated.\n\n"
     )
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in ablation.rows]

@@ -21,6 +21,10 @@ class Lengths(msgspec.Struct, frozen=True):
     a: float
     b: float
 
+    def __str__(self) -> str:
+        """As `parse_lengths` reads it."""
+        return f"{self.law}:{self.a:.12g}:{self.b:.12g}"
+
     def draw(self, source: random.Random) -> int:
         """One length."""
         if self.law == "uniform":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from headrace.errors import ConfigError
 @click.option("--prompt-tokens", type=LengthType(), default="32", help=f"of each alone: {FORMS}")
 @click.option("--prefixes", type=click.IntRange(0), default=4, show_default=True, help="shared")
 @click.option("--prefix-tokens", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--max-tokens", type=LengthType(), default="uniform:8:64", show_default=True)
+@click.option("--max-tokens", type=LengthType(), default="lognormal:24:1", show_default=True)
 @click.option("--max-model-len", type=click.IntRange(64), default=1024, show_default=True)
 @click.option(
     "--whole",
@@ -38,7 +39,7 @@ from headrace.errors import ConfigError
     show_default=True,
     help="KV memory, in sequences of --max-model-len",
 )
-@click.option("--rounds", type=click.IntRange(1), default=1, help="a row; the best counts")
+@click.option("--rounds", type=click.IntRange(1), default=3, help="a row; the median counts")
 @click.option("--only", multiple=True, metavar="ROW", help="only this row; may be repeated")
 @click.option("--serve", multiple=True, metavar="FLAG", help="of every server: --serve=--threads=2")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -94,7 +95,7 @@ def command(
     found = ablate.Ablation(
         model=model or "SmolLM2-135M-Instruct",
         backend=backend,
-        conditions=conditions(),
+        conditions=conditions(**_versions(), memory=f"{whole} x {max_model_len} tokens of KV"),
         workload=work,
         concurrency=concurrency,
         rows=measured,
@@ -104,6 +105,15 @@ def command(
     if plot:
         ablate.plot(found, out.with_suffix(""))
     console.print(f"written: {out}")
+
+
+def _versions() -> dict[str, str]:
+    """Of the libraries that compute in some rows; those that are not here are left out."""
+    found = {}
+    for name in ("torch", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _chosen(rows: list[Row], only: tuple[str, ...]) -> list[Row]:

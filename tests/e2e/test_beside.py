@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.bench import ablate
+from headrace.bench.lengths import Lengths
 from headrace.bench.techniques import TECHNIQUES, Load, Row, rows_of
 from headrace.bench.workload import Workload
 from headrace.cli.main import cli
@@ -72,7 +73,8 @@ def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
         yield shared_server.url
         begun.append(f"end of {row.name}")
 
-    load = Workload(requests=4, prompt_tokens=5, max_tokens=4, prefixes=1, prefix_tokens=32)
+    lengths = Lengths("uniform", 4, 4)
+    load = Workload(requests=4, prompt_tokens=5, max_tokens=lengths, prefixes=1, prefix_tokens=32)
     told: list[ablate.Measured] = []
     done = ablate.measure_rows(rows[:2], load, 2, start, rounds=2, on_row=told.append)
     names = [row.name for row in rows[:2]]
@@ -83,6 +85,9 @@ def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
     rates = second.level.output_tokens_per_s, first.level.output_tokens_per_s
     assert second.times_before == second.times_first == pytest.approx(rates[0] / rates[1])
     assert all(row.level.output_tokens == 16 and not row.level.errors for row in done)
+    for row in done:
+        assert len(row.rates) == 2
+        assert min(row.rates) == row.level.output_tokens_per_s, "of two the slower"
     found = ablate.Ablation(
         model="m", backend="fake", conditions={"processor": "p", "date": "d"}, workload=load,
         concurrency=2, rows=done, fixed=fixed,
@@ -93,6 +98,7 @@ def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
     assert [row["name"] for row in saved["rows"]] == names
     text = (tmp_path / "out" / "found.md").read_text()
     assert f"| {names[1]} |" in text
+    assert "answers of uniform:4:4 tokens" in text
     assert "**static batches**: not measured; transformers has no fake model" in text
     picture = (tmp_path / "out" / "found.svg").read_text()
     assert picture.startswith("<?xml")
@@ -101,17 +107,9 @@ def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
 
 def test_one_row_with_a_server_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    args = ["--backend", "fake", "--only", "paged KV cache", "--requests", "4", "--concurrency"]
-    args += [
-        "2",
-        "--max-tokens",
-        "4",
-        "--prefix-tokens",
-        "32",
-        "--out",
-        str(out),
-        "--serve=--fake-step-ms=1",
-    ]
+    args = ["--backend", "fake", "--only", "paged KV cache", "--requests", "4", "--rounds", "1"]
+    args += ["--concurrency", "2", "--max-tokens", "4", "--prefix-tokens", "32"]
+    args += ["--out", str(out), "--serve=--fake-step-ms=1"]
     done = CliRunner().invoke(cli, ["ablate", *args], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (row,) = json.loads(out.read_text())["rows"]

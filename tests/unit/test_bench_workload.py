@@ -88,6 +88,7 @@ def test_bodies() -> None:
 def test_laws_of_lengths(text: str, low: int, high: int, mean: float) -> None:
     law = parse_lengths(text)
     assert isinstance(law, Lengths)
+    assert str(law) == text
     source = random.Random(1)
     drawn = [law.draw(source) for _ in range(4000)]
     assert min(drawn) >= low
