@@ -1,16 +1,25 @@
-"""Child processes: they end with their parent, and those that take too long are killed."""
+"""Child processes: they end with their parent, those that take too long are killed, and those that
+keep dying are started again ever later."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing as mp
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
+from typing import Any
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
+LASTED_S = 60.0  # one that was up for so long did not die of its start
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
+SPAWN = mp.get_context("spawn")
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -24,6 +33,75 @@ def die_with_parent(number: int, parent: int | None = None) -> None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         raise SystemExit(1)
+
+
+def start_child(name: str, entry: Callable[..., None], *args: Any) -> BaseProcess:
+    """A process that runs `entry(*args)`: it leads a group of its own (Ctrl-C reaches the parent
+    alone) and dies with the parent. name: what ps and top show, of 15 bytes at most."""
+    process = SPAWN.Process(
+        target=_first_in_child,
+        args=(os.getpid(), name, entry, *args),
+        name=name,
+        daemon=True,  # should the parent's end be cut short, it ends this instead of waiting for it
+    )
+    process.start()
+    return process
+
+
+def _first_in_child(parent: int, name: str, entry: Callable[..., None], *args: Any) -> None:
+    os.setpgrp()
+    die_with_parent(signal.SIGKILL, parent)
+    if _libc is not None:
+        _libc.prctl(PR_SET_NAME, name.encode())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    entry(*args)
+
+
+def end_children(
+    processes: Iterable[BaseProcess], patience_s: float, *, told: bool = False
+) -> None:
+    """SIGTERM, unless they were `told`; whoever is still there after so long is killed."""
+    processes = list(processes)
+    for process in processes:
+        if not told:
+            process.terminate()
+    deadline_s = time.monotonic() + patience_s
+    for process in processes:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def how_it_ended(process: BaseProcess) -> str:
+    """In words; collects it."""
+    process.join()
+    code = process.exitcode
+    return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+
+
+def on_stop(handler: Callable[[int, object], None]) -> int:
+    """SIGTERM and SIGINT call `handler`; the descriptor becomes readable with each."""
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+    return wake_read
+
+
+class Pauses:
+    """Before a process that died is started again: none after one that lasted, then twice as long
+    each time, to a limit."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def after(self, lasted_s: float) -> float:
+        """Seconds until the next start. lasted_s: how long it was up, 0 = it never was."""
+        pause_s = 0.0 if lasted_s >= LASTED_S else self._next_s
+        self._next_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
+        return pause_s
 
 
 class LineProcess:

@@ -3,56 +3,41 @@
 The engine is one process, HTTP is one or more. Each child leads a process group of its own (Ctrl-C
 reaches the supervisor alone) and dies with the supervisor, so none is orphaned.
 
-SIGTERM or SIGINT drains; a second one kills. Exit codes: 0 stopped, 2 a process could not start,
+SIGTERM or SIGINT drains; a second one kills. An engine that dies again and again is started again
+ever later. Exit codes: 0 stopped, 2 a process could not start,
 3 the engine died, 4 the HTTP processes keep dying.
 """
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing as mp
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
 
 import headrace
 from headrace import launch
 from headrace.backends.choose import resolve_api_workers, resolve_backend
-from headrace.children import die_with_parent
+from headrace.children import SPAWN, Pauses, end_children, how_it_ended, on_stop, start_child
 from headrace.config import Settings, is_loopback
 from headrace.errors import ConfigError
 from headrace.load_bar import LoadBar
 from headrace.pages import give_back
+from headrace.runtime_folder import runtime_folder
 from headrace.sources.files import ModelFiles
 
 if TYPE_CHECKING:
     from headrace.observe.telemetry import Telemetry
 
-PR_SET_NAME = 15  # linux/prctl.h
 EXIT_SETUP, EXIT_ENGINE_DIED, EXIT_API_DIED = 2, 3, 4
 KILL_AFTER_S = 5.0  # a child that ignores SIGTERM for this long is killed
 PROBE_EVERY_S = 0.05  # while starting
 MAX_API_RESTARTS = 5  # within one server's life; more means something is wrong
-
-_spawn = mp.get_context("spawn")
-
-
-def _child(parent: int, name: str, entry: Callable[..., None], *args: Any) -> None:
-    """First code of every child. `name` is what ps and top show (15 bytes at most)."""
-    os.setpgrp()
-    die_with_parent(signal.SIGKILL, parent)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    entry(*args)
 
 
 class Supervisor:
@@ -64,34 +49,32 @@ class Supervisor:
         self.settings, self.files, self.say, self.begun_s = settings, files, say, begun_s
         self.sock = _listen(settings)
         self.workers = resolve_api_workers(settings)
-        self.api: list[mp.process.BaseProcess] = []
-        self.engine: mp.process.BaseProcess | None = None
+        self.api: list[BaseProcess] = []
+        self.engine: BaseProcess | None = None  # None: it is to be started at `again_s`
+        self.again_s = 0.0
+        self.pauses = Pauses()
         self.pipe: Connection | None = None
         self.signals = 0  # SIGTERM and SIGINT so far
         self.loaded = self.ready = False  # the engine said so; /ready says so
+        self.loaded_s = 0.0  # time.monotonic() of the first; 0 = no engine ever was
         self.api_restarts = 0
         self.telemetry: Telemetry | None = None
         self.bar = LoadBar(lambda line: say(f"  {line}"), shown=sys.stderr.isatty())
 
     def run(self) -> int:
         self._banner()
-        wake_read, wake_write = os.pipe()
-        os.set_blocking(wake_write, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        self.folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mkdtemp makes it 0700
-        try:
-            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / "metrics")
-            (self.folder / "metrics").mkdir()
-            self._start_telemetry()
-            self._start_engine()
-            for worker in range(self.workers.value):
-                self.api.append(self._start_api(worker))  # one by one: `_stop` knows what started
-            return self._watch(wake_read)
-        finally:
-            self._stop()
-            shutil.rmtree(self.folder, ignore_errors=True)
+        wake = on_stop(self._on_signal)
+        with runtime_folder() as self.folder:
+            try:
+                os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / "metrics")
+                (self.folder / "metrics").mkdir()
+                self._start_telemetry()
+                self._start_engine()
+                for worker in range(self.workers.value):
+                    self.api.append(self._start_api(worker))  # `_stop` knows what started
+                return self._watch(wake)
+            finally:
+                self._stop()
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.signals += 1
@@ -103,27 +86,15 @@ class Supervisor:
             for process in self._processes():
                 process.kill()
 
-    def _processes(self) -> list[mp.process.BaseProcess]:
+    def _processes(self) -> list[BaseProcess]:
         return [*self.api, *([self.engine] if self.engine else [])]
 
     # ------------------------------------------------------------ processes
 
-    def _start(self, name: str, entry: Callable[..., None], *args: Any) -> mp.process.BaseProcess:
-        full_name = f"headrace-{name}"
-        process = _spawn.Process(
-            target=_child,
-            args=(os.getpid(), full_name, entry, *args),
-            name=full_name,
-            daemon=True,  # should `_stop` be cut short, the exit ends it instead of waiting for it
-        )
-        process.start()
-        return process
-
     def _start_engine(self) -> None:
-        self.pipe, theirs = _spawn.Pipe(duplex=False)
-        self.engine = self._start(
-            "engine", launch.engine_process, self.folder, self.settings, self.files, theirs
-        )
+        self.pipe, theirs = SPAWN.Pipe(duplex=False)
+        args = (self.folder, self.settings, self.files, theirs)
+        self.engine = start_child("headrace-engine", launch.engine_process, *args)
         theirs.close()
 
     def _start_telemetry(self) -> None:
@@ -143,27 +114,33 @@ class Supervisor:
         }
         return {"supervisor": os.getpid(), **children}
 
-    def _start_api(self, worker: int) -> mp.process.BaseProcess:
+    def _start_api(self, worker: int) -> BaseProcess:
         args = (self.folder, self.settings, self.files, worker, self.sock)
-        return self._start(f"api-{worker}", launch.api_process, *args)
+        return start_child(f"headrace-api-{worker}", launch.api_process, *args)
 
     # ------------------------------------------------------------ watching
 
     def _watch(self, wake: int) -> int:
         """Until a signal (0), or a child's end that ends the server (its code)."""
         while not self.signals:
-            assert self.engine is not None, "the engine is started before it is watched"
             pipe = [self.pipe] if self.pipe is not None else []
-            sentinels = [self.engine.sentinel, *(p.sentinel for p in self.api)]
+            sentinels = [process.sentinel for process in self._processes()]
             starting = self.loaded and not self.ready
-            ready = wait([*pipe, *sentinels, wake], timeout=PROBE_EVERY_S if starting else None)
+            limit_s = PROBE_EVERY_S if starting else None
+            if self.engine is None:
+                limit_s = max(0.0, self.again_s - time.monotonic())
+            ready = wait([*pipe, *sentinels, wake], timeout=limit_s)
             if starting and self._answers():
                 self._greet()
             if self.pipe is not None and self.pipe in ready:
                 self._hear()
             if wake in ready:
                 continue
-            if self.engine.sentinel in ready:
+            if self.engine is None:
+                if time.monotonic() >= self.again_s:
+                    self.begun_s = time.perf_counter()
+                    self._start_engine()
+            elif self.engine.sentinel in ready:
                 code = self._engine_ended(self.engine)
                 if code is not None:
                     return code
@@ -192,7 +169,7 @@ class Supervisor:
         elif kind == "failed":
             self.say(f"headrace: {what}")
         else:
-            self.loaded = True
+            self.loaded, self.loaded_s = True, time.monotonic()
             if self.telemetry is not None and what.device_uuid:
                 self.telemetry.watch(what.device_uuid)
 
@@ -210,27 +187,28 @@ class Supervisor:
         finally:
             connection.close()
 
-    def _engine_ended(self, engine: mp.process.BaseProcess) -> int | None:
+    def _engine_ended(self, engine: BaseProcess) -> int | None:
         while self.pipe is not None and self.pipe.poll():
             self._hear()
-        if not self.loaded:
-            self.say(f"the engine did not start ({_how(engine)})")
+        how = how_it_ended(engine)
+        self.say(f"the engine {'process died' if self.loaded else 'did not start'} ({how})")
+        if not self.loaded_s:
             return EXIT_SETUP
-        self.say(f"the engine process died ({_how(engine)})")
         from prometheus_client.multiprocess import mark_process_dead  # as in _start_telemetry
 
         # Its gauges say nothing any more; its counters still count.
         mark_process_dead(engine.pid, str(self.folder / "metrics"))  # type: ignore[no-untyped-call]
         if not self.settings.restart:
             return EXIT_ENGINE_DIED
-        self.say("starting it again (restart = true)")
+        pause_s = self.pauses.after(time.monotonic() - self.loaded_s if self.loaded else 0.0)
+        when = f" in {pause_s:g} s" if pause_s else ""
+        self.say(f"starting it again{when} (restart = true)")
         self.loaded = self.ready = False
-        self.begun_s = time.perf_counter()
-        self._start_engine()
+        self.engine, self.again_s = None, time.monotonic() + pause_s
         return None
 
-    def _api_ended(self, worker: int, process: mp.process.BaseProcess) -> int | None:
-        how = _how(process)
+    def _api_ended(self, worker: int, process: BaseProcess) -> int | None:
+        how = how_it_ended(process)
         if process.exitcode == EXIT_SETUP:
             self.say(f"HTTP process {worker} did not start")
             return EXIT_SETUP
@@ -251,8 +229,8 @@ class Supervisor:
             self.telemetry.stop()
         self.sock.close()
         drain_s = self.settings.shutdown_timeout_s + KILL_AFTER_S
-        _end(self.api, drain_s)
-        _end([self.engine] if self.engine else [], KILL_AFTER_S)
+        end_children(self.api, drain_s)
+        end_children([self.engine] if self.engine else [], KILL_AFTER_S)
         self.say("stopped")
 
     # ------------------------------------------------------------ words
@@ -286,24 +264,6 @@ class Supervisor:
             self.say(f"look: {url}/ui")
         give_back()
         self.say(f"ready in {time.perf_counter() - self.begun_s:.1f} s: {url}")
-
-
-def _how(process: mp.process.BaseProcess) -> str:
-    """How an ended process ended; collects it."""
-    process.join()
-    code = process.exitcode
-    return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-
-
-def _end(processes: list[mp.process.BaseProcess], patience_s: float) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + patience_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
 
 
 def _listen(settings: Settings) -> socket.socket:

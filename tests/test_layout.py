@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"errors", "stages"},
     "kv": BASE | {"observe"},
     "children": set(),
+    "runtime_folder": set(),
     "pages": set(),
     "web_page": {"errors", "config"},
     "sources": BASE | {"children"},
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
     "hooks": {"errors"},
-    "gateway": BASE | {"observe", "children", "sources", "text", "web_page"},
+    "gateway": BASE | {"observe", "children", "runtime_folder", "sources", "text", "web_page"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     from headrace.gateway.tenants import Doorkeeper, KeySpec
     from headrace.launch import find_model
     from headrace.replicas import Replicas, Shares, workers
+    from headrace.runtime_folder import runtime_folder
 
     file = read_fleet(fleet_file) if fleet_file else FleetFile()
     if file.workers:
@@ -53,8 +53,8 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     if gateway.processes > 1:
         raise ConfigError("replicas are started by one process alone", param="processes")
     flags = {key: getattr(settings, key) for key in sources if sources[key].kind == "flag"}
-    with tempfile.TemporaryDirectory(prefix="headrace-up-") as folder:  # of mode 0700
-        specs = workers(settings, flags, config_file, model.name, shares, Path(folder))
+    with runtime_folder("up-") as folder:
+        specs = workers(settings, flags, config_file, model.name, shares, folder)
         registry = Replicas(specs, _say)
         run(gateway, registry, doorkeeper, registry.watch)
     if registry.failed:

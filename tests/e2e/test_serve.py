@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.runtime_folder import runtime_folder
 from tests.e2e.serve_process import ServeProcess, children
 
 FAKE = ("--backend", "fake")
@@ -151,11 +153,22 @@ def test_a_dead_http_process_is_replaced() -> None:
             assert server.post("/v1/chat/completions", CHAT)[0] == 200
 
 
-def test_nothing_survives_a_killed_supervisor() -> None:
-    with ServeProcess(*FAKE) as server:
+def test_nothing_survives_a_killed_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes end with it; its folder goes when the next server starts."""
+    with ServeProcess(*FAKE, TMPDIR=str(tmp_path)) as server:
         pids = list(server.children.values())
+        (folder,) = tmp_path.glob("headrace-*")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with runtime_folder():
+            assert folder.exists(), "it is in use"
         server.process.kill()
+        server.process.wait()
         all_gone(pids)
+        assert folder.exists(), "nobody is there who could remove it"
+        with runtime_folder() as mine:
+            assert [*tmp_path.glob("headrace-*")] == [mine]
 
 
 @pytest.mark.parametrize("signals", [1, 2])

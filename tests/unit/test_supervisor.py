@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace import children as children_module
 from headrace import launch, supervisor
 from headrace.config import Settings
 from headrace.errors import ConfigError
@@ -49,6 +50,16 @@ def loaded_then_lasting(folder: Path, settings: Settings, files: Any, tell: Any)
     time.sleep(60)
 
 
+def loaded_then_crashing(folder: Path, settings: Settings, files: Any, tell: Any) -> None:
+    """The first time it loads, then it dies while it does."""
+    with (folder / "lives").open("a+") as lives:
+        first = not lives.tell()
+        lives.write("x")
+    if first:
+        tell.send(("ready", INFO, 0.0))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.fixture(autouse=True)
 def own_signals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """What `run` changes in this process is put back; its folder is under `tmp_path`."""
@@ -77,12 +88,13 @@ def serve(
     *,
     signals: tuple[int, ...] = (),
     when: Callable[[], bool] = lambda: True,
+    said: list[str] | None = None,
     **settings: Any,
 ) -> tuple[int, str]:
     """Exit code and what was said. `signals` are sent one after another once `when` holds."""
     monkeypatch.setattr(launch, "engine_process", engine)
     monkeypatch.setattr(launch, "api_process", api)
-    said: list[str] = []
+    said = [] if said is None else said
     over = threading.Event()
 
     def send() -> None:
@@ -130,6 +142,42 @@ def test_an_engine_that_dies_while_loading_says_how(monkeypatch: pytest.MonkeyPa
     code, said = serve(monkeypatch, crashing, lasting, restart=True)
     assert code == supervisor.EXIT_SETUP
     assert "the engine did not start (signal SIGKILL)" in said
+
+
+def test_an_engine_that_keeps_dying_is_started_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it dies while it loads: what was there before may come back."""
+    monkeypatch.setattr(children_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(children_module, "LAST_PAUSE_S", 0.03)
+    said: list[str] = []
+    again = [f"starting it again{when} (restart = true)"
+             for when in ("", " in 0.01 s", " in 0.02 s", " in 0.03 s")]  # fmt: skip
+    code, _ = serve(
+        monkeypatch,
+        loaded_then_crashing,
+        lasting,
+        signals=(signal.SIGTERM,),
+        when=lambda: again[-1] in said,
+        said=said,
+        restart=True,
+    )
+    assert code == 0
+    assert [line for line in said if "again" in line][:4] == again
+    assert said.count("the engine process died (signal SIGKILL)") == 1
+    assert said.count("the engine did not start (signal SIGKILL)") >= 3
+
+
+def test_a_signal_in_a_pause_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    code, _ = serve(
+        monkeypatch,
+        loaded_then_crashing,
+        lasting,
+        signals=(signal.SIGTERM,),
+        when=lambda: "starting it again in 1 s (restart = true)" in said,
+        said=said,
+        restart=True,
+    )
+    assert code == 0
 
 
 def test_a_signal_while_loading_stops(monkeypatch: pytest.MonkeyPatch) -> None:
