@@ -205,7 +205,7 @@ HELP: Mapping[str, str] = {
     "hook": "KIND=NAME:TEXT, code before or after the model: moderation, filter, check, score or "
     "cite; see docs/hooks.md",
     "hook_timeout_s": "longest wait for a moderation or scoring hook; beyond it the request fails",
-    "restart": "start the engine again when it dies, ever later if it keeps dying, instead of ending "
+    "restart": "start the engine again when it dies, ever later if it keeps dying, not ending "
     "the server",
     "threads": "compute threads of the cpu backend; 0 = all cores",
     "seed": "base of the seeds drawn for requests that bring none; 0 = from the system",
