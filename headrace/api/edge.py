@@ -112,7 +112,7 @@ class Edge:
             seated = self._let_in(scope, headers)
             exchange.key = self._keys.name(headers)
             exchange.admin = page.is_data(scope["path"]) and self._keys.is_admin(headers)
-            self._follow(exchange, headers, seated=seated)
+            self._follow(exchange, scope, headers, seated=seated)
         except HeadraceError as error:
             answer = response_of(error, scope)
         try:
@@ -149,14 +149,15 @@ class Edge:
         self._seats.take()
         return True
 
-    def _follow(self, exchange: Exchange, headers: dict[bytes, bytes], *, seated: bool) -> None:
+    def _follow(
+        self, exchange: Exchange, scope: Scope, headers: dict[bytes, bytes], *, seated: bool
+    ) -> None:
         """Note what becomes of it. Raises InvalidRequest for what a header asks in vain."""
         if seated and self._tracer is not None:
-            exchange.trace = begin_trace(
-                self._tracer, headers, exchange.path, exchange.request_id, exchange.arrived_s
-            )
+            facts = exchange.path, exchange.request_id, exchange.arrived_s
+            exchange.trace = begin_trace(self._tracer, scope["headers"], *facts)
             exchange.trace_id = exchange.trace.id
-        elif (context := trace_context(headers)) is not None:
+        elif (context := trace_context(scope["headers"])) is not None:
             exchange.trace_id = context.id
         if seated and self._recorder is not None:
             exchange.record = self._recorder.open(exchange, headers)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.api.service import encode_json, service_of
+from headrace.errors import UsageLogFailed
 from headrace.observe.exposition import CONTENT_TYPE
 
 
@@ -23,6 +24,8 @@ async def ready(request: Request) -> Response:
     """200 when a request sent now would be taken: keep traffic away when it is 503."""
     service = service_of(request)
     state = "draining" if service.draining else service.client.state
+    if state == "ready" and not service.meter.admits():
+        state = UsageLogFailed.code
     content = encode_json({"status": state, "phase": service.client.phase})
     return Response(content, 200 if state == "ready" else 503, media_type="application/json")
 

@@ -138,9 +138,15 @@ class Meter:
     def open(self, caller: Caller, user: str, jobs: list[Any], input_tokens: int) -> Bill:
         """A request is about to be submitted. Raises UsageLogFailed while records cannot be
         written: nothing is served that could not be accounted for."""
-        if self._unwritten and not self.flush():
+        if not self.admits():
             raise UsageLogFailed("the usage log cannot be written")
         return Bill(self, caller, user, jobs, input_tokens)
+
+    def admits(self) -> bool:
+        """Whether records can be written; what waits for that is tried again."""
+        if self._log is not None and self._waits and self._log.broken:
+            return False
+        return not self._unwritten or bool(self.flush())
 
     def write(
         self,

@@ -6,7 +6,7 @@ own instead, so that a busy server's other requests do not push them out.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from heapq import merge
 from itertools import islice
@@ -18,6 +18,7 @@ from headrace.errors import InvalidRequest
 HEADER = b"x-headrace-record"
 FULL = b"full"
 MOST_FULL = 8  # requests recorded in full at the same time, in one process
+MOST_FULL_A_KEY = 4  # of one API key
 
 
 class Recorder:
@@ -41,7 +42,7 @@ class Recorder:
         self._always = always
         self._light: deque[Record] = deque(maxlen=count)  # oldest first
         self._full: deque[Record] = deque()
-        self._running = 0  # full ones
+        self._running: Counter[str] = Counter()  # full ones, by API key
 
     def open(self, caller: Caller, headers: Mapping[bytes, bytes]) -> Record | None:
         """A request of the model came. Raises InvalidRequest for what the header asks in vain."""
@@ -61,21 +62,27 @@ class Recorder:
                 "this server records no requests in full: it runs with --no-ui or --record-count 0",
                 param="X-Headrace-Record",
             )
-        if self._running >= MOST_FULL:
+        others = ""
+        if caller.key and self._running[caller.key] >= MOST_FULL_A_KEY:
+            others = f"{MOST_FULL_A_KEY} others of this key"
+        elif self._running.total() >= MOST_FULL:
+            others = f"{MOST_FULL} others"
+        if others:
             record = Record(caller, self._model, None)
-            record.note = f"a light record: {MOST_FULL} others were being recorded in full"
+            record.note = f"a light record: {others} were being recorded in full"
             self._light.append(record)
             return record
         record = Record(caller, self._model, Full())
         self._full.append(record)
-        self._running += 1
+        self._running[record.key] += 1
         return record
 
     def close(self, record: Record, status: int, error: str) -> None:
         """Its last byte was handed over."""
         record.done(status, error)
         if record.full is not None:
-            self._running -= 1
+            self._running[record.key] -= 1
+            self._running += Counter()  # keeps no key of whom nothing runs
             self._make_room()
 
     def _make_room(self) -> None:

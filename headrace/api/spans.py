@@ -7,7 +7,7 @@ times those that vLLM's traces have (`gen_ai.latency.*`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from headrace.api.record import Record
@@ -38,7 +38,11 @@ PENALTIES = {
 
 
 def begin_trace(
-    tracer: Tracer, headers: Mapping[bytes, bytes], path: str, request_id: str, arrived_s: float
+    tracer: Tracer,
+    headers: Iterable[tuple[bytes, bytes]],
+    path: str,
+    request_id: str,
+    arrived_s: float,
 ) -> Trace:
     """A request of the model came."""
     facts: dict[str, Value] = {

@@ -26,7 +26,7 @@ class RequestSpans:
             "url.path": request.path,
             "gen_ai.request.id": name,
         }
-        parent = trace_context(request.known)
+        parent = trace_context(request.headers)
         self._trace = tracer.begin(f"gateway {request.path}", parent, since_s, facts)
         self._attempt: Trace | None = None
         self._attempts = 0

@@ -6,7 +6,7 @@ Here without OpenTelemetry: a server that exports nothing still logs the id that
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 PARENT, STATE = b"traceparent", b"tracestate"
@@ -28,16 +28,21 @@ class TraceContext(NamedTuple):
         return f"{self.trace_id:032x}"
 
 
-def trace_context(headers: Mapping[bytes, bytes]) -> TraceContext | None:
-    """What the headers of a request say; None if they say nothing, or nonsense: a request is not
-    refused for that. Names in lower case."""
-    given = headers.get(PARENT)
-    match = _FORM.fullmatch(given.strip()) if given is not None else None
+def trace_context(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
+    """What the headers of a request say; None if they say nothing, or nonsense, such as two
+    parents: a request is not refused for that. Names in lower case."""
+    parents, states = [], []
+    for name, value in headers:
+        if name == PARENT:
+            parents.append(value)
+        elif name == STATE:
+            states.append(value)
+    match = _FORM.fullmatch(parents[0].strip()) if len(parents) == 1 else None
     if match is None:
         return None
     version, trace_id, span_id = match[1], int(match[2], 16), int(match[3], 16)
     if version == b"ff" or (version == b"00" and match[5]) or not trace_id or not span_id:
         return None
-    state = headers.get(STATE, b"")
+    state = b",".join(states)  # several are one list, cut in pieces (RFC 9110, 5.3)
     told = state.decode("latin-1") if len(state) <= MOST_STATE_BYTES else ""
     return TraceContext(trace_id, span_id, int(match[4], 16), told)

@@ -67,6 +67,11 @@ class UsageLog:
             self._waiters.append((number, future))
         await future
 
+    @property
+    def broken(self) -> bool:
+        """fsync failed once: `synced` will not succeed any more."""
+        return self._error is not None
+
     def close(self) -> None:
         """The last fsync, then the end of the thread."""
         with self._changed:

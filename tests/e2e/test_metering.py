@@ -247,3 +247,22 @@ def test_kill_9_takes_nothing_that_a_client_saw_the_end_of(tmp_path: Path) -> No
             if record["status"] == 200:
                 whole.add(record["request_id"])
         assert set(seen) <= whole
+
+
+def test_a_full_disk_takes_the_server_out_of_traffic_until_there_is_room(tmp_path: Path) -> None:
+    """/ready says what a request would be told, and brings the server back without one."""
+    body = {"model": "fake", "prompt": "hi", "max_tokens": 2}
+    path = tmp_path / "usage.jsonl"
+    path.symlink_to("/dev/full")
+    with Metered(tmp_path) as server:
+        for name in ("first", "second"):  # the one that could not be written, one that may not run
+            status, said = server.ask(TEXT, body, name)
+            assert (status, said["error"]["code"]) == (503, "usage_log_failed")
+            status, said = server.get("/ready")
+            assert (status, said["status"]) == (503, "usage_log_failed")
+        assert server.get("/health")[0] == 200
+        path.unlink()  # room, as the next write finds it
+        assert server.get("/ready")[0] == 200
+        assert list(server.records()) == ["first"]
+        assert server.ask(TEXT, body, "third")[0] == 200
+        assert list(server.records()) == ["first", "third"]

@@ -16,10 +16,16 @@ BODY = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_t
         "ignore_eos": True}  # fmt: skip
 
 
-def post(port: int, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
+def post(port: int, body: dict[str, Any], parents: list[str]) -> tuple[int, bytes]:
+    """With so many `traceparent`."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    raw = json.dumps(body).encode()
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("content-length", str(len(raw)))
+        for parent in parents:
+            connection.putheader("traceparent", parent)
+        connection.endheaders(raw)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -40,10 +46,11 @@ def test_one_trace_through_gateway_and_server() -> None:
         GatewayProcess("--worker", server.url, "--otlp-endpoint", collector.url) as gateway,
     ):
         gateway.wait_up(1)
+        parents = [f"00-{TRACE[:-1]}{stream:d}-{CALLER}-01" for stream in (False, True)]
         for stream in (False, True):
-            headers = {"traceparent": f"00-{TRACE[:-1]}{stream:d}-{CALLER}-01"}
-            assert post(gateway.port, {**BODY, "stream": stream}, headers)[0] == 200
-        assert post(gateway.port, {**BODY, "max_tokens": -1}, {})[0] == 400
+            assert post(gateway.port, {**BODY, "stream": stream}, [parents[stream]])[0] == 200
+        # Two parents are none: a trace of its own begins.
+        assert post(gateway.port, {**BODY, "max_tokens": -1}, parents)[0] == 400
         spans = collector.wait(9 + 9 + 3)
         name = "headrace_trace_spans_total"  # counted when the collector's answer is read
         server.wait(lambda: server.metric(name, outcome="exported") == 15, "all are counted")

@@ -67,6 +67,17 @@ async def test_responses_are_kept_as_set(settings: Settings, left: list[str]) ->
     await store.close()
 
 
+async def test_a_request_with_two_parents_is_of_no_trace(
+    http: httpx.AsyncClient, service: Service
+) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    parent = ("traceparent", f"00-{trace}-b7ad6b7169203331-01")
+    for parents, known in (([parent], trace), ([parent, parent], ""), ([], "")):
+        await http.post("/v1/chat/completions", json=BODY, headers=parents)
+        (record,) = service.recorder.newest(1, "")
+        assert record.trace_id == known
+
+
 async def test_while_loading(http: httpx.AsyncClient) -> None:
     health, ready = await http.get("/health"), await http.get("/ready")
     assert (health.status_code, health.json()["status"]) == (200, "loading")

@@ -47,11 +47,11 @@ class Asker(NamedTuple):
 class Office:
     """A meter whose log and totals can be read."""
 
-    def __init__(self, folder: Path, prices: Prices = PRICES) -> None:
+    def __init__(self, folder: Path, prices: Prices = PRICES, fsync_s: float = 1.0) -> None:
         self.path = folder / "usage.jsonl"
         self.registry = CollectorRegistry()
         metrics = UsageMetrics("m", self.registry)
-        self.meter = Meter("m", prices, metrics, str(self.path), 1.0)
+        self.meter = Meter("m", prices, metrics, str(self.path), fsync_s)
 
     def bill(self, job: Job | None = None) -> Bill:
         return self.meter.open(Asker(), "ann", [job or Job([5] * 100, 20)], 100)
@@ -225,12 +225,38 @@ def test_a_log_that_cannot_be_written_ends_answers_and_admits_none(
     with pytest.raises(UsageLogFailed):
         office.bill()
     assert office.total("headrace_usage_log_errors_total") == 2
+    assert not office.meter.admits()
     monkeypatch.setattr(os, "write", write)
     office.bill()  # there is room again: the record that waited goes first
+    assert office.meter.admits()
     (record,) = office.lines()  # it says what the client was told
     assert (record["status"], record["error"], record["cost"]) == (503, "usage_log_failed", 0)
     assert office.total("headrace_usage_requests_total", outcome="failed") == 1
     assert office.total("headrace_usage_requests_total", outcome="ok") == 0
+
+
+def test_a_failed_fsync_admits_none_where_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_descriptor: int) -> None:
+        raise OSError(5, "input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    for fsync_s in (0.0, 0.001):
+        (folder := tmp_path / str(fsync_s)).mkdir()
+        office = Office(folder, fsync_s=fsync_s)
+        bill = office.bill()
+        bill.submitted(1)
+        bill.told(DONE, 100.5, 101.0)
+        if fsync_s:
+            asyncio.run(bill.close(ANSWER))
+            assert office.meter.admits()
+        else:
+            with pytest.raises(UsageLogFailed):
+                asyncio.run(bill.close(ANSWER))
+            with pytest.raises(UsageLogFailed):
+                office.bill()
+        office.meter.close()
 
 
 def test_a_log_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:

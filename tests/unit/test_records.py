@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.api.prompt_spans import content_spans
 from headrace.api.record import MOST_BYTES, MOST_TOKENS, Full, Record
 from headrace.api.record_relay import PATIENCE_S, RecordRelay
-from headrace.api.recorder import HEADER, MOST_FULL, Recorder
+from headrace.api.recorder import HEADER, MOST_FULL, MOST_FULL_A_KEY, Recorder
 from headrace.errors import InvalidRequest
 from headrace.observe.current import quantile
 from headrace.sources.card import read_card
@@ -85,6 +85,21 @@ def test_only_some_are_recorded_in_full_at_once() -> None:
     recorder.close(late, 200, "")
     recorder.close(running[0], 200, "")
     assert opened(recorder, "later", full=True).full is not None
+
+
+def test_one_key_leaves_room_for_others() -> None:
+    recorder = Recorder("m", 100, 10**6, offers_full=True)
+    running = [opened(recorder, f"a{i}", full=True, key="a") for i in range(MOST_FULL_A_KEY)]
+    late = opened(recorder, "late", full=True, key="a")
+    assert late.full is None
+    assert "of this key" in late.whole()["note"]
+    for i in range(MOST_FULL - MOST_FULL_A_KEY):
+        assert opened(recorder, f"b{i}", full=True, key="b").full is not None
+    assert opened(recorder, "c", full=True, key="c").full is None, "all places are taken"
+    recorder.close(running[0], 200, "")
+    assert opened(recorder, "c", full=True, key="c").full is not None
+    recorder.close(running[1], 200, "")
+    assert opened(recorder, "again", full=True, key="a").full is not None
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,11 @@ def test_a_request_and_its_stages() -> None:
     with Collector() as collector:
         tracer = Tracer("headrace", collector.url, 1.0, registry)
         record = record_of()
-        headers = {b"traceparent": PARENT, b"tracestate": b"vendor=1"}
+        headers = [(b"traceparent", PARENT), (b"tracestate", b"vendor=1")]
         trace = begin_trace(tracer, headers, record.endpoint, record.id, record.arrived_s)
         assert trace.id == KNOWN.id
         passed_on = dict(trace.headers())
-        context = trace_context(passed_on)
+        context = trace_context(passed_on.items())
         assert context is not None
         assert (context.trace_id, context.flags) == (KNOWN.trace_id, 1)
         assert context.span_id != KNOWN.span_id
@@ -132,7 +132,7 @@ def test_how_it_ended(status: int, code: str, failed: bool) -> None:
     with Collector() as collector:
         tracer = Tracer("headrace", collector.url, 1.0, CollectorRegistry())
         record = record_of()
-        trace = begin_trace(tracer, {}, record.endpoint, record.id, record.arrived_s)
+        trace = begin_trace(tracer, [], record.endpoint, record.id, record.arrived_s)
         record.done(status, code)
         end_trace(trace, record, status)
         (span,) = collector.wait(1)
@@ -151,10 +151,10 @@ def test_the_caller_decides_else_the_ratio(
 ) -> None:
     monkeypatch.setattr(tracing, "LAST_S", 0.02)
     tracer = Tracer("headrace", "http://127.0.0.1:9", ratio, CollectorRegistry())
-    headers = {} if flags is None else {b"traceparent": PARENT[:-2] + flags}
+    headers = [] if flags is None else [(b"traceparent", PARENT[:-2] + flags)]
     trace = begin_trace(tracer, headers, "/v1/completions", "r", time.monotonic())
     assert trace.sampled is sampled
-    told = trace_context(dict(trace.headers()))  # passed on, recorded or not
+    told = trace_context(trace.headers())  # passed on, recorded or not
     assert told is not None
     assert told.flags & 1 == int(sampled)  # another says that the id is random
     end_trace(trace, None, 200)
@@ -170,12 +170,12 @@ def test_a_collector_that_hangs_costs_spans_and_no_time(monkeypatch: pytest.Monk
         collector.may_answer.clear()
         tracer = Tracer("headrace", collector.url, 1.0, registry)
         for _ in range(25):
-            end_trace(begin_trace(tracer, {}, "/v1/completions", "r", time.monotonic()), None, 200)
+            end_trace(begin_trace(tracer, [], "/v1/completions", "r", time.monotonic()), None, 200)
         assert count(registry, "dropped") == 15  # those that wait or are being sent are 10
         collector.may_answer.set()
         collector.wait(10)
         until(lambda: count(registry, "exported") == 10)
-        end_trace(begin_trace(tracer, {}, "/v1/completions", "r", time.monotonic()), None, 200)
+        end_trace(begin_trace(tracer, [], "/v1/completions", "r", time.monotonic()), None, 200)
         collector.wait(11)
         tracer.close()
 
@@ -187,7 +187,7 @@ def test_a_collector_that_is_not_there_is_counted(
     registry = CollectorRegistry()
     tracer = Tracer("headrace", "http://127.0.0.1:9/v1/traces", 1.0, registry)
     for sent in (1, 2):
-        end_trace(begin_trace(tracer, {}, "/v1/completions", "r", time.monotonic()), None, 200)
+        end_trace(begin_trace(tracer, [], "/v1/completions", "r", time.monotonic()), None, 200)
         until(lambda sent=sent: count(registry, "failed") == sent)  # type: ignore[misc]
     tracer.close()
     said = [entry.getMessage() for entry in caplog.records if "does not take" in entry.message]
