@@ -23,7 +23,7 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """200 when a request sent now would be taken: keep traffic away when it is 503."""
     service = service_of(request)
-    state = "draining" if service.draining else service.client.state
+    state: str = "draining" if service.draining else service.client.state
     if state == "ready" and not service.meter.admits():
         state = UsageLogFailed.code
     content = encode_json({"status": state, "phase": service.client.phase})
