@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
 from tests.backend.test_weights import hf_folder
 from tests.golden import families
-from tests.golden import test_mixtures as mixtures
 
 INDEX = "model.safetensors.index.json"
 PARTS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(4), "c": torch.zeros(2, 2, 2)}
@@ -265,15 +264,9 @@ def test_the_peak_is_the_model_and_little_more(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- dummy
 
 
-SAVED: dict[str, Callable[[str, Path], tuple[Any, ModelFiles]]] = {
-    **dict.fromkeys(families.FAMILIES, families.save),
-    **dict.fromkeys(mixtures.MODELS, mixtures.tiny),
-}
-
-
-@pytest.mark.parametrize("name", sorted(SAVED))
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
 def test_dummy_weights_for_every_family(tmp_path: Path, name: str) -> None:
-    _, files = SAVED[name](name, tmp_path)
+    _, files = families.save(name, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     runner, info = load_runner(cpu(load_format="dummy"), files, lambda name, seconds: None)
     assert info.capacity.kv_blocks == [8]

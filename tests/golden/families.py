@@ -36,6 +36,18 @@ _GEMMA: dict[str, Any] = {
     "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
     "query_pre_attn_scalar": 24, "tie_word_embeddings": True, "sliding_window": WINDOW,
 }  # fmt: skip
+_MIXTURE: dict[str, Any] = {
+    "intermediate_size": 40,
+    "initializer_range": 0.3,  # so that experts are chosen clearly
+}
+_LATENT: dict[str, Any] = _MIXTURE | {
+    "num_key_value_heads": 6, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_LATENT_YARN = _KINDS["yarn"] | {
+    "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.0,
+}  # fmt: skip
 
 
 class Tiny(NamedTuple):
@@ -124,7 +136,44 @@ FAMILIES: dict[str, Tiny] = {
         {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128}
         | {"attn_config": {"clip_qkv": 1.5}},
     ),
+    "qwen3-moe": Tiny(
+        "Qwen3Moe",
+        _MIXTURE
+        | {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+        | {"norm_topk_prob": True, "mlp_only_layers": [1], "rope_parameters": _KINDS["yarn"]},
+        original=ORIGINAL,
+    ),
+    "mixtral": Tiny(
+        "Mixtral",
+        _MIXTURE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        WINDOW,
+    ),
+    "gpt-oss": Tiny(
+        "GptOss",
+        _MIXTURE
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": WINDOW, "rope_parameters": _KINDS["yarn"] | {"truncate": False}},
+        WINDOW,
+        ORIGINAL,
+    ),
+    "deepseek-v2": Tiny(
+        "DeepseekV2",
+        _LATENT
+        | {"n_shared_experts": 2, "topk_method": "group_limited_greedy", "n_group": 4}
+        | {"topk_group": 2, "routed_scaling_factor": 1.5, "rope_parameters": _LATENT_YARN},
+        original=ORIGINAL,
+    ),
+    "deepseek-v2-lite": Tiny(
+        "DeepseekV2", _LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
+    ),
+    "deepseek-v3": Tiny(
+        "DeepseekV3",
+        _LATENT
+        | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "rope_parameters": _LATENT_YARN},
+        original=ORIGINAL,
+    ),
 }
+MIXTURES = [name for name, tiny in FAMILIES.items() if "num_experts_per_tok" in tiny.changes]
 _OWN_NAMES = ("GPT2", "Mpt")  # their configs have no Llama-like names
 _MODELS = {
     "GPT2": "GPT2LMHeadModel",
@@ -154,6 +203,9 @@ def save(name: str, folder: Path, **changes: Any) -> tuple[Any, ModelFiles]:
     for parameter in model.parameters():  # norms start at 1 and biases at 0: nothing to see
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape)
+    for name_of, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name_of.endswith("bias") and not tensor.any():  # of experts, and of the choice of them
+            torch.nn.init.normal_(tensor.detach(), std=0.3)
     model.save_pretrained(folder)
     return model, ModelFiles(name, "hf", folder)
 

@@ -34,7 +34,7 @@ from headrace.models.spec import read_spec
 from headrace.native.library import Library
 from headrace.native.library import load as native_library
 from headrace.native.pool import Pool
-from headrace.runner.build import load_runner
+from headrace.runner.build import arranged, load_runner
 from headrace.runner.checkpoint import open_checkpoint
 from headrace.runner.pack_model import pack_model
 from headrace.runner.runner import CpuRunner
@@ -42,7 +42,7 @@ from headrace.runner.weights import load_model
 from headrace.runner.worker import InlineWorker
 from headrace.sources.files import ModelFiles
 from tests.devices import MARKS, WITHOUT_CUDA, WITHOUT_NATIVE, load
-from tests.golden.families import FAMILIES, VOCAB, lengths, save
+from tests.golden.families import FAMILIES, MIXTURES, VOCAB, lengths, save
 from tests.golden.on_cuda import OnCuda
 from tests.golden.product import Case, on_processor, run
 from tests.golden.reference import NEAR_TIE, agree, greedy
@@ -113,7 +113,8 @@ class Ours:
         self, files: ModelFiles, dtype: torch.dtype, sequences: int, *, native: bool = False
     ) -> None:
         self.spec = spec = read_spec(files)
-        model = load_model(spec, open_checkpoint(files), dtype)
+        checkpoint = arranged(files, spec, Settings())
+        model = load_model(spec, checkpoint, dtype)
         self.memory = KvMemory(
             layers=spec.layers,
             blocks=sequences * WIDTH,
@@ -121,6 +122,7 @@ class Ours:
             block_size=BLOCK,
             head_dim=spec.head_dim,
             dtype=str(dtype).removeprefix("torch."),
+            keys_are_values=spec.keys_are_values,
         )
         self.forward: Forward = TorchForward(model, KvStore(self.memory))
         if native:
@@ -211,6 +213,13 @@ def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
     """The largest error of any logit, in parts of its prompt's largest."""
     pairs = zip(got, wanted, strict=True)
     return max(float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs)
+
+
+def typical(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest error of the middle token's logits, in parts of its prompt's largest."""
+    pairs = zip(got, wanted, strict=True)
+    errors = [(mine - theirs).abs().amax(1) / theirs.abs().max() for mine, theirs in pairs]
+    return float(torch.cat(errors).median())
 
 
 @pytest.mark.parametrize("chunk", [WHOLE, 1, 7, 16])
@@ -313,13 +322,18 @@ def test_keys_turned_otherwise_are_not_reused(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16(family: Family, device: str) -> None:
-    """2 %, or what transformers' own bfloat16 is off by and half of that again."""
+    """2 %, or what transformers' own bfloat16 is off by and half of that again.
+
+    Of a mixture the middle token: where rounding turns the choice of an expert, and behind that,
+    logits are far off by chance, theirs as ours.
+    """
     if device == "cuda" and family.name in NOT_ON_CUDA:
         pytest.skip(f"cuda refuses {family.name} by name")
     made, exact = on(device, family, "bfloat16"), family.logits
     half = family.theirs.to(torch.bfloat16)
     theirs = [said(half, prompt) for prompt in family.prompts]
     family.theirs.float()
-    bound = max(2e-2, 1.5 * worst(theirs, exact))
-    assert worst(made.logits(family.prompts, 11), exact) < bound
+    off = typical if family.name in MIXTURES else worst
+    bound = max(2e-2, 1.5 * off(theirs, exact))
+    assert off(made.logits(family.prompts, 11), exact) < bound
     made.close()

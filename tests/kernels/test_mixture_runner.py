@@ -10,7 +10,7 @@ import pytest
 
 from headrace.engine.protocol import Runner
 from tests.backend.runner_contract import Steps
-from tests.golden import test_mixtures
+from tests.golden.families import save
 from tests.kernels import test_cuda_runner
 from tests.kernels.conftest import CUDA
 from tests.kernels.test_cuda_runner import interpreted, on_the_cpu
@@ -57,11 +57,8 @@ def steps(runner: Runner) -> list[int]:
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folded: bool) -> None:
-    name = "deepseek-v2"
-    family, changes = test_mixtures.MODELS[name]
-    monkeypatch.setitem(test_mixtures.MODELS, name, (family, changes | SIZES | LATENT))
-    _, files = test_mixtures.tiny(name, tmp_path)
+def test_as_on_the_cpu(tmp_path: Path, folded: bool) -> None:
+    _, files = save("deepseek-v2", tmp_path, **SIZES, **LATENT)
     ours, reference = interpreted(files, folded=folded), on_the_cpu(files)
     before = [dict(runner.counters()) for runner in (ours, reference)]
     assert steps(ours) == steps(reference)
