@@ -110,6 +110,7 @@ def on_processor(model: Decoder, threads: int) -> Make:
             block_size=BLOCK,
             head_dim=spec.head_dim,
             dtype=str(model.dtype).removeprefix("torch."),
+            keys_are_values=spec.keys_are_values,
         )
         capacity = Capacity(
             [blocks],

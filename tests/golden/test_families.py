@@ -304,6 +304,20 @@ def test_native_kernels_compute_no_more_than_that(family: Family) -> None:
     assert not own_layers(spec) or lacks, "layers of its own have a name"
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_mixtures_go_on_from_what_an_engine_keeps(name: str, tmp_path: Path) -> None:
+    """Past window and original context, side by side, chunk by chunk, then from the cache."""
+    model, files = save(name, tmp_path)
+    spec = read_spec(files)
+    ours = load_model(spec, arranged(files, spec, Settings()), torch.float32)
+    base = [i * 37 % VOCAB for i in range(90)]
+    prompts = [base[:20], base, [*base[:50], 99, 98], base[:64]]
+    outcome = run(on_processor(ours, 1), Case("overlap", 7, "warm", "crowd", "roomy"), prompts, 12)
+    assert outcome.cached_tokens == [16, 80, 48, 64], "whole blocks of 16"
+    for prompt, tokens in zip(prompts, outcome.tokens, strict=True):
+        assert agree(tokens, greedy(model, prompt, 12)) == 12
+
+
 @pytest.mark.parametrize("name", ["llama-longrope", "llama-dynamic"])
 def test_keys_turned_otherwise_are_not_reused(name: str, tmp_path: Path) -> None:
     """Prompts of both sides of the original context, and what they share, through one engine."""
