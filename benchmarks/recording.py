@@ -15,8 +15,8 @@ gets. The figure is a ratio to `off` of the same round, of tokens a second and o
 token of all processes of the server; the interval is Student's, 95 %, over rounds, whose servers
 are new ones each.
 
-`direct_us` is what a light record takes by itself, in this process: all its calls in a loop; beside
-the processor time that a whole request took, it bounds what the ratios cannot resolve.
+`direct_us` is what a light record takes by itself, in this process: all its calls in a loop. Beside
+the processor time that a whole request took it says how much there is for the ratios to find.
 
 Writes benchmarks/results/recording.json; under 5 minutes on two cores at the defaults.
 """
@@ -37,7 +37,7 @@ import aiohttp
 import msgspec
 
 from headrace.api.exchange import Exchange
-from headrace.api.metering import Caller
+from headrace.api.metering import Caller, parameters_of
 from headrace.api.recorder import Recorder
 from headrace.bench.cpu import CpuMeter
 from headrace.bench.load import Target, client_session, first_model, run_loop
@@ -45,6 +45,8 @@ from headrace.bench.measure import Meter
 from headrace.bench.report import conditions
 from headrace.bench.stats import Level, Shape
 from headrace.bench.workload import Workload
+from headrace.engine.client import Job
+from headrace.messages import Sampling
 from tests.e2e.serve_process import ServeProcess
 
 RESULTS = Path(__file__).parent / "results" / "recording.json"
@@ -247,13 +249,18 @@ async def _send_nothing(message: Any) -> None:
 
 
 class _Bill:
-    """As the real one after a request."""
+    """As the real one after a request. Its parameters are made for the record: nobody else asks
+    while there is no usage log."""
 
     queue_s = prefill_s = compute_s = 0.01
+    _job = Job([], OUTPUT_TOKENS, sampling=Sampling(temperature=TEMPERATURE))
 
     def __init__(self) -> None:
         self.preempted_s: list[float] = []
-        self.parameters: dict[str, Any] = {}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return parameters_of(self._job)
 
     def charged(self) -> tuple[float, str] | None:
         return None

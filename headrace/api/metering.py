@@ -32,7 +32,8 @@ MOST_UNWRITTEN = 10_000  # records kept in memory while the log cannot be writte
 COST_DIGITS = 12
 _ALWAYS = ("temperature", "top_p", "top_k")  # parameters named even where they are the default
 _encode = msgspec.json.Encoder().encode
-_DRAWN_BY_DEFAULT = Sampling()
+# Of `Sampling`: field, default.
+_DRAWN = tuple(msgspec.structs.asdict(Sampling()).items())
 
 
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -396,18 +397,18 @@ def parameters_of(job: Job) -> dict[str, Any]:
     """How it was drawn: no text, no ids."""
     if job.pooling is not None:
         return {"pooling": job.pooling, "priority": job.priority}
-    sampling = job.sampling
     out: dict[str, Any] = {"max_tokens": job.max_tokens, "n": job.n, "priority": job.priority}
-    for name in Sampling.__struct_fields__:
-        value = getattr(sampling, name)
+    for (name, default), value in zip(_DRAWN, msgspec.structs.astuple(job.sampling), strict=True):
+        if value == default and name not in _ALWAYS:
+            continue
         if name == "rules":
-            out |= {} if value is None else {"rules": value.size}
+            out["rules"] = value.size
         elif isinstance(value, msgspec.Struct):
             out[name] = {
                 key: len(part) if isinstance(part, list) else part
                 for key, part in msgspec.structs.asdict(value).items()
             }
-        elif name in _ALWAYS or value != getattr(_DRAWN_BY_DEFAULT, name):
+        else:
             out[name] = value
     if job.grammar is not None:
         out["grammar"] = job.grammar.kind
