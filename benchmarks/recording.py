@@ -1,11 +1,11 @@
 """What recording requests costs a server: nothing kept, the default, a full record, an open page.
 
-    python -m benchmarks.recording [--rounds N] [--only model|fake] [--seconds 1.6]
+    python -m benchmarks.recording [--rounds N] [--only model|fake] [--seconds 1.1]
 
 Each round starts two servers side by side, one with `--record-count 0` (`off`) and one with the
 defaults, and loads them in turn, there and back, so that what drifts falls out:
 
-    off  light  full  page  page  full  light  off
+    off light full off light page   page light off full light off
 
 64 streams, always: 63 that are counted, and one beside them that asks for a full record each time
 in `full`, and not in the others. `page`: somebody also asks what an open page asks, the live events
@@ -51,9 +51,11 @@ from tests.e2e.serve_process import ServeProcess
 
 RESULTS = Path(__file__).parent / "results" / "recording.json"
 KINDS = ("off", "light", "full", "page")
-STREAMS = 64
+ORDER = ("off", "light", "full", "off", "light", "page")  # and back; other rounds begin with light
+COUNTED = 63  # streams; one more runs beside them
 OUTPUT_TOKENS = 24
 TEMPERATURE = 0.7  # a greedy draw has fewer stages to record
+SWAPPED = {"off": "light", "light": "off", "full": "page", "page": "full"}
 PAGE_S = 1.0  # between two looks of an open page
 # 97.5 % points of Student's distribution, by degrees of freedom (1 to 30).
 STUDENT = (
@@ -72,8 +74,8 @@ class Bed(msgspec.Struct, frozen=True):
 
 
 BEDS = (
-    Bed("model", ("--backend", "cpu", "--max-model-len", "2048"), 5),
-    Bed("fake", ("--backend", "fake", "--max-num-seqs", "256"), 7),
+    Bed("model", ("--backend", "cpu", "--max-model-len", "2048"), 6),
+    Bed("fake", ("--backend", "fake", "--max-num-seqs", "256"), 6),
 )
 
 
@@ -190,7 +192,7 @@ class Served:
             works.append(look(self._target))
         async with beside(*works):
             before_s = self._cpu.total_s()
-            level = await Meter(self._target, load).level(Shape(concurrency=STREAMS - 1))
+            level = await Meter(self._target, load).level(Shape(concurrency=COUNTED))
             spent_s = self._cpu.total_s() - before_s
         assert not (level.errors | level.sheds), level.errors | level.sheds
         return _figure(level, spent_s)
@@ -211,7 +213,7 @@ def one_round(bed: Bed, load: Workload, number: int) -> dict[str, list[Figure]]:
     async def run(off: Served, on: Served) -> None:
         for served in (off, on):
             await served.prepare()
-        kinds = KINDS if number % 2 else ("light", "off", "page", "full")
+        kinds = ORDER if number % 2 else [SWAPPED[kind] for kind in ORDER]
         for place, kind in enumerate((*kinds, *reversed(kinds))):
             served = off if kind == "off" else on
             found[kind].append(await served.level(kind, f"{number}/{place}"))
@@ -227,7 +229,7 @@ def one_round(bed: Bed, load: Workload, number: int) -> dict[str, list[Figure]]:
 def sized(bed: Bed, seconds: float) -> Workload:
     """A load whose level takes about so long here: one short level says how fast the server is."""
     load = Workload(
-        requests=2 * STREAMS,
+        requests=2 * COUNTED,
         prompt_tokens=16,
         max_tokens=OUTPUT_TOKENS,
         temperature=TEMPERATURE,
@@ -240,7 +242,8 @@ def sized(bed: Bed, seconds: float) -> Workload:
             return (await served.level("light", "size")).tokens_per_s
 
         tokens_per_s = run_loop(rate())
-    requests = max(STREAMS, round(tokens_per_s * seconds / OUTPUT_TOKENS / STREAMS) * STREAMS)
+    # Whole waves: a closed loop of equal answers ends with what is left of the last one.
+    requests = COUNTED * max(1, round(tokens_per_s * seconds / OUTPUT_TOKENS / COUNTED))
     return msgspec.structs.replace(load, requests=requests)
 
 
@@ -332,7 +335,7 @@ def measure(bed: Bed, rounds: int, seconds: float) -> dict[str, Any]:
         "arguments": list(bed.arguments),
         "requests_a_level": load.requests,
         "output_tokens_a_request": OUTPUT_TOKENS,
-        "streams": STREAMS,
+        "streams": COUNTED + 1,
         "changes": changes,
         "off_tokens_per_s": statistics.fmean(figure.tokens_per_s for figure in off),
         "off_cpu_us_per_token": statistics.fmean(figure.cpu_us_per_token for figure in off),
@@ -346,8 +349,8 @@ def measure(bed: Bed, rounds: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, help="of each; default: 5 and 7")
-    parser.add_argument("--seconds", type=float, default=1.6, help="of one level, about")
+    parser.add_argument("--rounds", type=int, help="of each; default: 6")
+    parser.add_argument("--seconds", type=float, default=1.1, help="of one level, about")
     parser.add_argument("--only", choices=[bed.name for bed in BEDS])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

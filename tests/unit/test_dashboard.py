@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import units
@@ -134,3 +135,26 @@ def test_no_panel_lies_on_another() -> None:
         }
         assert not places & cells, panel["title"]
         places |= cells
+
+
+def test_what_provisioning_names_is_what_compose_gives() -> None:
+    services = yaml.safe_load((FOLDER.parent / "docker-compose.yml").read_text())["services"]
+    mounts = {}
+    for name, service in services.items():
+        for volume in service["volumes"]:
+            source, target = volume.split(":")[:2]
+            assert not source.startswith(".") or (FOLDER.parent / source).exists(), volume
+            mounts[name, target] = source
+    (provider,) = _read("dashboards/headrace.yml")["providers"]
+    assert mounts["grafana", provider["options"]["path"]] == "./grafana/dashboards"
+    assert mounts["grafana", "/etc/grafana/provisioning"] == "./grafana/provisioning"
+    (source,) = _read("datasources/prometheus.yml")["datasources"]
+    assert (source["type"], source["isDefault"]) == ("prometheus", True)
+    name, port = source["url"].removeprefix("http://").split(":")
+    assert services[name]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    scraped = yaml.safe_load((FOLDER.parent / "prometheus.yml").read_text())["global"]
+    assert source["jsonData"]["timeInterval"] == scraped["scrape_interval"], "of $__rate_interval"
+
+
+def _read(name: str) -> Any:
+    return yaml.safe_load((FOLDER / "provisioning" / name).read_text())
