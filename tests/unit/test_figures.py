@@ -1,0 +1,105 @@
+"""Pages say what the recorded results say, and link to what is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")],
+    key=str,
+)
+
+
+def recorded(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def row(page: str, first: str) -> list[str]:
+    """Cells behind the first of the one row that begins with it."""
+    (found,) = [cells(line) for line in page.splitlines() if line.startswith(f"| {first} |")]
+    return found[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for module in re.findall(r"python -m (benchmarks[\w.]+)", text):
+        path = ROOT / module.replace(".", "/").removesuffix("/")
+        assert path.with_suffix(".py").exists() or path.is_dir(), module
+
+
+def test_host_costs() -> None:
+    api = {one["streams"]: one for one in recorded("api_cost.json")["rows"]}[64]
+    loop, process = api["loop_us_per_token"], api["process_us_per_token"]
+    name = "HTTP process, each token (decode, detokenise, SSE chunk), 64 streams"
+    assert row(README, name) == [f"{loop:.0f} us, {process:.0f} us with sockets and metrics"]
+    steps = [
+        one for one in recorded("engine_overhead.json")["rows"]
+        if one["loop"] == "plain" and not one["indexed"] and not one["waiting"]
+    ]  # fmt: skip
+    (told,) = row(README, "plan + apply of one step, 64 / 256 / 1024 running")
+    match = re.fullmatch(r"(.+) ms \(p99 (.+)\)", told)
+    assert match, told
+    shown = [one for one in steps if one["running"] > 1]
+    near(match[1], [one["median_ms"] for one in shown])
+    near(match[2], [one["p99_ms"] for one in shown])
+
+
+def near(told: str, values: Sequence[float]) -> None:
+    """Figures with slashes between them, each a value to two digits."""
+    shown = [float(figure) for figure in told.split("/")]
+    assert shown == pytest.approx(values, rel=0.06)
+
+
+def test_streams() -> None:
+    found = recorded("streams.json")
+    page = (ROOT / "docs" / "bench.md").read_text()
+    us, client = found["us_per_token"], found["client_us_per_token"]
+    assert f"{found['tokens_per_s']:,.0f} tokens/s" in page
+    assert f"{us['engine']:.1f} us of processor time a token in the engine process" in page
+    assert f"{us['http']:.0f} in the HTTP process and {client:.0f} in the generator" in page
+    assert f"ITL p50 {found['itl_p50_ms']:.1f} ms" in page
+
+
+def test_the_processor_beside_its_peers() -> None:
+    table = (RESULTS / "cpu_peers-2026-11-28.md").read_text()
+    rates = table.split("| server | figure |")[0]
+    for name, where in (
+        ("headrace, tok/s", "headrace"),
+        ("llama-server Q4_0", "llama-server Q4_0"),
+        ("llama-server Q4_1", "llama-server Q4_1"),
+    ):
+        told, found = row(README, name), row(rates, where)
+        assert told[:6] == found[1:7]
+        assert told[7] == f"{found[7]} tok/s"
+        assert told[8] == f"{float(found[8]):.1f} s"
+        assert told[9] == f"{found[9]} MiB"
+
+
+def test_the_gateway_beside_its_peers() -> None:
+    table = (RESULTS / "gateway-2026-11-28.md").read_text()
+    head = re.compile(r"^\| \| (headrace token_cost .*) \|$", re.MULTILINE)
+    (columns,), (shown,) = head.findall(table), head.findall(README)
+    mine = [cells(columns).index(name) for name in cells(shown)]
+    for name, where, digits in (
+        ("CPU s per 1000 short requests, 64 at once", "CPU s/1000, 64 at once", 2),
+        ("CPU s per 1000 chunks of streams", "CPU s/1000 chunks", 3),
+        ("added TTFT p50, 64 paced streams, ms", "added TTFT p50 ms, streams", 1),
+    ):
+        found = [float(row(table, where)[at]) for at in mine]
+        assert row(README, name) == [f"{value:.{digits}f}" for value in found]
