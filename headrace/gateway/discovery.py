@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headrace.gateway.registry import Apply, Registry
-from headrace.gateway.settings import GatewaySettings, WorkerSpec, dns_server
+from headrace.gateway.settings import PORTS, GatewaySettings, WorkerSpec, dns_server
 
 if TYPE_CHECKING:
     from dns.asyncresolver import Resolver as Client
@@ -27,8 +28,8 @@ log = logging.getLogger("headrace.gateway")
 
 MIN_WAIT_S = 1.0  # between two questions for one name, whatever its records' time to live
 LIFETIME_S = 5.0  # of one question, all servers and tries
+MOST_AT_ONCE = 32  # targets of one name
 PAYLOAD_BYTES = 1232  # of an answer by UDP that no network cuts in two; longer ones come by TCP
-PORTS = {"http": 80, "https": 443}
 
 
 class Target(msgspec.Struct, frozen=True, order=True):
@@ -110,13 +111,26 @@ class Resolver:
             for row in rows
             if row.priority == first
         ]
-        found = await asyncio.gather(*(self._addresses(*end) for end in ends))
-        targets = [
-            msgspec.structs.replace(target, name=target.name.rstrip("."))
-            for some, _ in found
-            for target in some
-        ]
+        few = asyncio.Semaphore(MOST_AT_ONCE)
+        found = await asyncio.gather(*(self._target(few, *end) for end in ends))
+        targets = [target for some, _ in found for target in some]
+        if not targets:
+            raise Nothing("none of its targets has an address")
         return targets, min(_ttl_s(answer), *(ttl_s for _, ttl_s in found))
+
+    async def _target(
+        self, few: asyncio.Semaphore, name: str, port: int
+    ) -> tuple[list[Target], float]:
+        """Addresses of one target; one that is being made, or has just gone, may have none."""
+        from dns.resolver import NXDOMAIN, NoAnswer
+
+        try:
+            async with few:
+                found, ttl_s = await self._addresses(name, port)
+        except (NXDOMAIN, NoAnswer):
+            return [], math.inf
+        shown = name.rstrip(".")
+        return [msgspec.structs.replace(target, name=shown) for target in found], ttl_s
 
     async def _ask(self, name: str, kind: str) -> Answer:
         if self._client is None:

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from headrace.config import check_endpoint
 from headrace.errors import ConfigError
+from headrace.gateway import trust
 from headrace.gateway.starts import StartSpec
 from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
 
@@ -39,6 +40,7 @@ SomeSeconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+PORTS = {"http": 80, "https": 443}
 LOOKUPS = frozenset({"dns", "dnssrv"})  # before a worker's url: it is a name of workers
 
 
@@ -151,7 +153,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     kv_events_replay_endpoint: str = ""
     kv_events_topic: str = ""
     start: StartSpec | None = None  # a worker that the gateway runs itself
-    host: str = ""  # what it is told as Host; "" = as in the url
+    host: str = (
+        ""  # what it is told as Host, and has to be called by its certificate; "" = the url's
+    )
+    ca_file: str = ""  # certificates that https to it trusts; "" = the system's
 
     @property
     def lookup(self) -> str:
@@ -160,18 +165,25 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return kind if plus and kind in LOOKUPS else ""
 
     @property
+    def secure(self) -> bool:
+        """It is spoken to by TLS."""
+        return self.url.removeprefix(f"{self.lookup}+").startswith("https:")
+
+    @property
     def address(self) -> tuple[str, int]:
-        """Host and port. Raises ConfigError unless the url is http://host[:port], or a name."""
+        """Host and port. Raises ConfigError unless the url is http[s]://host[:port], or a name."""
         try:
             parts = urlsplit(self.url.removeprefix(f"{self.lookup}+"))
-            port = parts.port or 80
+            port = parts.port
         except ValueError:
             raise ConfigError(f"worker {self.url!r}: no URL", param="workers") from None
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+        more = parts.path.strip("/") or parts.query
+        if parts.scheme not in PORTS or not parts.hostname or more:
             raise ConfigError(
-                f"worker {self.url!r}: http://HOST:PORT, without a path", param="workers"
+                f"worker {self.url!r}: http://HOST:PORT or https://HOST:PORT, without a path",
+                param="workers",
             )
-        return parts.hostname, port
+        return parts.hostname, port or PORTS[parts.scheme]
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -209,6 +221,8 @@ def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
             raise ConfigError(
                 f"worker {spec.url}: one that starts on demand needs `models`", param="workers"
             )
+        if spec.secure:
+            trust.load(spec.ca_file)
         if (spec.lookup, spec.address) in seen:
             raise ConfigError(f"worker {spec.url} is named twice", param="workers")
         seen.add((spec.lookup, spec.address))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from typing import Any, Protocol, cast
 
@@ -144,8 +145,18 @@ class Upstream(asyncio.Protocol):
 class Pool:
     """Connections to one worker."""
 
-    def __init__(self, host: str, port: int, timeout_s: float, max_idle: int = 256) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout_s: float,
+        max_idle: int = 256,
+        tls: ssl.SSLContext | None = None,
+        name: str = "",
+    ) -> None:
+        """tls: who is trusted to be called `name`; None: plain text."""
         self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._tls, self._name = tls, name if tls is not None else None
         self._idle: list[Upstream] = []
         self._max_idle = max_idle
         self.heard_s = 0.0  # loop time of the last byte of this worker
@@ -162,7 +173,13 @@ class Pool:
         """A new connection. Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._timeout_s):
-            _, made = await loop.create_connection(lambda: Upstream(self), self._host, self._port)
+            _, made = await loop.create_connection(
+                lambda: Upstream(self),
+                self._host,
+                self._port,
+                ssl=self._tls,
+                server_hostname=self._name,
+            )
         return made
 
     def give_back(self, connection: Upstream) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from headrace.gateway.board import Board, key_of
 from headrace.gateway.breaker import Breaker
 from headrace.gateway.load import Lease, Load
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
 from headrace.gateway.starts import Started
+from headrace.gateway.trust import trusted
 from headrace.gateway.upstream import Pool
 from headrace.gateway.view import WorkerView
 
@@ -34,10 +37,11 @@ class Worker(Load):
         self.spec = spec
         self.name = spec.url.rstrip("/")
         host, port = spec.address
-        self.host = (
-            spec.host or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        ).encode()
-        self.pool = Pool(host, port, settings.connect_timeout_s)
+        shown = spec.host or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        self.host = shown.encode()
+        tls = trusted(spec.ca_file) if spec.secure else None
+        name = urlsplit(f"//{shown}").hostname or host  # whose certificate it has to show
+        self.pool = Pool(host, port, settings.connect_timeout_s, tls=tls, name=name)
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s)
         self.hung_after_s = spec.hung_after_s or settings.hung_after_s
         self.up = False  # the last check succeeded

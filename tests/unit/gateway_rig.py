@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -130,6 +131,7 @@ class Mock:
         card: dict[str, Any] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """card: what it says of its model beside the usual. host, port: where it listens."""
         self.handler, self.model, self.card = handler, model, card or {}
@@ -138,7 +140,7 @@ class Mock:
         self.health = 200
         self.stays = False  # leaves connections open that were to be closed
         self.frozen = False  # takes connections, says nothing, as a stopped process does
-        self._host, self.port = host, port
+        self._host, self.port, self._tls = host, port, tls
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -151,11 +153,11 @@ class Mock:
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{self._host}:{self.port}"
 
     async def listen(self) -> None:
         """On the port of before, if there was one."""
-        self._server = await asyncio.start_server(self._serve, self._host, self.port)
+        self._server = await asyncio.start_server(self._serve, self._host, self.port, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:

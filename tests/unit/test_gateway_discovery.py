@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import dns.rcode
 import pytest
+import uvloop
 
 from headrace.errors import ConfigError
 from headrace.gateway import discovery
@@ -36,6 +38,8 @@ from tests.unit.gateway_rig import (
     until,
 )
 from tests.unit.name_server import NameServer
+
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +112,8 @@ async def test_services_bring_their_ports_and_the_best_priority_counts() -> None
             await until(lambda: up(made, a, b), "both have come")
             hosts = {worker.host.decode() for worker in made.fleet.workers.values()}
             assert hosts == {f"pod-a.test:{a.port}", f"pod-b.test:{b.port}"}
+            server.set(srv, "SRV", f"1 0 {a.port} pod-a.test.", f"1 0 {b.port} new.test.")
+            await until(lambda: up(made, a), "the one without an address is left out")
             server.set(srv, "SRV", f"2 0 {spare.port} pod-c.test.")
             await until(lambda: up(made, spare), "only the spare one is left")
 
@@ -222,7 +228,9 @@ async def test_what_the_resolver_makes_of_answers() -> None:
         (one,), _ = await find("dns+http://both.test")
         assert one == Target("10.0.0.1", 80, "both.test"), "a worker with two families is one"
         server.set("away.test", "SRV", "0 0 0 .")
-        for url in ("dnssrv+http://away.test", "dns+http://none.test", "dnssrv+http://six.test"):
+        server.set("lost.test", "SRV", "0 0 80 none.test.")
+        names = ("dnssrv+http://away.test", "dnssrv+http://six.test", "dnssrv+http://lost.test")
+        for url in (*names, "dns+http://none.test"):
             with pytest.raises(Nothing):
                 await find(url)
         server.rcode = dns.rcode.REFUSED
@@ -251,6 +259,70 @@ def test_times_to_live_are_kept_to() -> None:
     assert pauses[-1] == 30.0
 
 
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_certificate_has_to_show_the_name_and_not_the_address(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Of a worker that DNS names, and of one whose `host` says what it is called."""
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(DATA / "workers_test.pem")
+
+    async def case() -> None:
+        async with NameServer() as server, Mock(tls=served) as worker:
+            ca, port = str(DATA / "test_ca.pem"), worker.port
+            for name in ("workers.test", "others.test"):
+                server.set(name, "A", "127.0.0.1")
+            good = (
+                WorkerSpec(url=f"dns+https://workers.test:{port}", ca_file=ca),
+                WorkerSpec(url=worker.url, ca_file=ca, host="workers.test"),
+            )
+            for spec in good:
+                async with named(server, spec) as made:
+                    await until(lambda made=made: up(made, worker), "it is trusted")
+                    for stream in (False, True):
+                        assert (await call(made.port, chat(stream=stream))).status == 200
+                    assert worker.asked[-1].headers["host"].startswith("workers.test")
+            bad = (
+                WorkerSpec(url=f"dns+https://others.test:{port}", ca_file=ca),
+                WorkerSpec(url=worker.url, ca_file=ca),
+                WorkerSpec(url=f"dns+https://workers.test:{port}"),
+            )
+            for spec in bad:
+                async with named(server, spec) as made:
+                    await until(
+                        lambda made=made: any(
+                            "certificate" in w.why.lower() for w in made.fleet.workers.values()
+                        ),
+                        "it is not trusted",
+                    )
+                    assert (await call(made.port, chat())).status == 503
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(case())
+
+
+async def test_a_file_that_is_gone_stops_no_worker(tmp_path: Path) -> None:
+    """What it held when the fleet was read counts."""
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(DATA / "workers_test.pem")
+    file = tmp_path / "ca.pem"
+    file.write_bytes((DATA / "test_ca.pem").read_bytes())
+    async with Mock(tls=served) as worker:
+        spec = WorkerSpec(url=worker.url, host="workers.test", ca_file=str(file))
+        check_workers((spec,))
+        file.unlink()
+        async with gateway(registry=StaticRegistry([spec])) as made:
+            assert (await call(made.port, chat())).status == 200
+
+
+def test_what_is_trusted_is_a_file() -> None:
+    for file in ("/no/such", __file__):
+        with pytest.raises(ConfigError, match="ca_file"):
+            check_workers((WorkerSpec(url="https://x", ca_file=file),))
+    check_workers((WorkerSpec(url="http://x", ca_file="/not/needed"),))
+    assert WorkerSpec(url="https://x").address == ("x", 443)
+
+
 def test_addresses_as_urls() -> None:
     named = WorkerSpec(url="dns+http://x.test:8000", models=("m",))
     made = Target("fd00::1", 8000, "x.test").spec(named)
@@ -259,11 +331,14 @@ def test_addresses_as_urls() -> None:
     own = WorkerSpec(url="dns+http://x.test", host="other")
     assert Target("10.0.0.1", 80, "x.test").spec(own).host == "other"
     assert Target("10.0.0.1", 80, "x.test").spec(named).host == "x.test"
+    secure = Target("10.0.0.1", 443, "x.test").spec(WorkerSpec(url="dns+https://x.test"))
+    assert (secure.url, secure.host, secure.secure) == ("https://10.0.0.1:443", "x.test", True)
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        ("ftp://x:21", "without a path"),
         ("dns+ftp://x", "without a path"),
         ("dns+http://", "without a path"),
         ("mdns+http://x", "without a path"),
