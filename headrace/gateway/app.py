@@ -24,6 +24,7 @@ from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
 from headrace.gateway.ledger import Ledger
+from headrace.gateway.lint import Lint
 from headrace.gateway.metrics import GatewayMetrics, merged
 from headrace.gateway.prompt import GENERATES, Prompt, PromptReader
 from headrace.gateway.queue import Queue
@@ -92,7 +93,13 @@ class Gateway:
             self.tracer = Tracer("headrace-gateway", endpoint, ratio, numbers)
         self.tokenising = Tokenising(models or {}, settings.tokenizer_threads, self._tokenised)
         self.decisions = Decisions(settings.decisions, settings.policy, self.fleet.knobs)
-        self.console = Console(settings, self.fleet, self.queue, doorkeeper, self.decisions)
+        self.lint: Lint | None = None
+        if settings.lint:
+            excerpts, linted = settings.lint_excerpts, self.metrics.linted
+            self.lint = Lint(settings.lint_bytes, excerpts=excerpts, found=linted)
+        self.console = Console(
+            settings, self.fleet, self.queue, doorkeeper, self.decisions, self.lint
+        )
         self._pumping = False
         self.draining = False
         self.exchanges: set[Exchange] = set()
@@ -360,7 +367,9 @@ class Gateway:
         metrics.placements.add(placed.worker.name, placed.choice.reason)
         self.decisions.decided(request_id, after_s, tenant, prompt, placed)
 
-    def used(self, request_id: str, prompt: Prompt, placed: Placement, usage: Usage) -> None:
+    def used(
+        self, request_id: str, tenant: str, prompt: Prompt, placed: Placement, usage: Usage
+    ) -> None:
         """A worker said what the request used."""
         metrics = self.metrics
         predicted = placed.cached_tokens[placed.choice.index]
@@ -379,6 +388,9 @@ class Gateway:
             if predicted >= MIN_MISS_TOKENS and not usage.cached_tokens:
                 metrics.misses.add(state)
         self.decisions.used(request_id, usage)
+        if self.lint is not None and self.lint.see(tenant, prompt):  # in no request's way
+            look = self.lint.look
+            asyncio.get_running_loop().call_soon(look, tenant, request_id, prompt, usage)
 
     def ended(self, exchange: Exchange, status: int) -> None:
         """A request is over."""

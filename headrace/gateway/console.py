@@ -13,9 +13,10 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, NotFound
 from headrace.gateway.decisions import Decisions
 from headrace.gateway.fleet import Fleet
+from headrace.gateway.lint import Lint
 from headrace.gateway.queue import Queue
 from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.tenants import Doorkeeper, Tenant
@@ -36,14 +37,16 @@ class Console:
         queue: Queue,
         doorkeeper: Doorkeeper,
         decisions: Decisions,
+        lint: Lint | None,
     ) -> None:
         self._settings, self._fleet, self._queue = settings, fleet, queue
-        self._doorkeeper, self._decisions = doorkeeper, decisions
+        self._doorkeeper, self._decisions, self._lint = doorkeeper, decisions, lint
         self.routes: dict[str, Callable[[bytes], Said]] = {
             "/gateway/workers": self._workers,
             "/gateway/queue": self._waiting,
             "/gateway/tenants": self._tenants,
             "/gateway/decisions": self._newest,
+            "/gateway/lint": self._linted,
         }
 
     def tell(self, target: bytes) -> Said:
@@ -121,6 +124,13 @@ class Console:
             raise InvalidRequest("silent: 0 or 1", param="silent")
         return {"decisions": self._decisions.newest(_limit(asked), silent=silent == "1")}
 
+    def _linted(self, query: bytes) -> Said:
+        limit = _limit(_asked(query, "limit"))
+        if self._lint is None:
+            raise NotFound("lint is off", code="not_found")
+        said = self._lint.tell()
+        return {**said, "tenants": said["tenants"][:limit]}
+
 
 def _asked(query: bytes, *known: str) -> dict[str, str]:
     """The query's fields. Raises InvalidRequest for one that is not known."""
@@ -189,8 +199,40 @@ def _one_list_of_decisions(said: Sequence[Said], query: bytes) -> Said:
     return {"decisions": rows[: _limit(_asked(query, "limit", "silent"))]}
 
 
+def _one_lint(said: Sequence[Said], query: bytes) -> Said:
+    tenants: dict[str, Said] = {}
+    for row in (row for one in said for row in one["tenants"]):
+        other = tenants.setdefault(row["name"], row)
+        if other is not row:
+            for name in ("requests", "looked", "prompt_tokens", "lost_tokens"):
+                other[name] += row[name]
+            other["findings"] += row["findings"]
+    for row in tenants.values():
+        row["findings"] = _one_list_of_findings(row["findings"])
+    ordered = sorted(tenants.values(), key=lambda row: (-row["lost_tokens"], row["name"]))
+    return {
+        "excerpts": said[0]["excerpts"],
+        "used_bytes": sum(one["used_bytes"] for one in said),
+        "tenants": ordered[: _limit(_asked(query, "limit"))],
+    }
+
+
+def _one_list_of_findings(found: Sequence[Said]) -> list[Said]:
+    """Equal places added up; the newest is shown."""
+    places: dict[tuple[Any, ...], Said] = {}
+    for one in sorted(found, key=lambda one: one["last_s"]):
+        key = (one["model"], one["place"], one["kind"])
+        if (before := places.get(key)) is not None:
+            one["seen"] += before["seen"]
+            one["lost_tokens"] += before["lost_tokens"]
+            one["first_s"] = min(one["first_s"], before["first_s"])
+        places[key] = one
+    return sorted(places.values(), key=lambda one: -one["lost_tokens"])
+
+
 JOINED: dict[str, Callable[[Sequence[Said], bytes], Said]] = {
     "/gateway/queue": _one_queue,
     "/gateway/tenants": _one_list_of_tenants,
     "/gateway/decisions": _one_list_of_decisions,
+    "/gateway/lint": _one_lint,
 }

@@ -483,7 +483,7 @@ class Exchange:
     def _used(self, usage: Usage) -> None:
         assert self._placement is not None, "placed"
         self._usage = usage
-        self._gateway.used(self.id, self._prompt, self._placement, usage)
+        self._gateway.used(self.id, self._tenant.name, self._prompt, self._placement, usage)
 
     def _finish(self, status: int) -> None:
         """Once, at the end of every path, before the client sees that end: who asks then finds the

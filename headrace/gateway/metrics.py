@@ -204,12 +204,27 @@ class GatewayMetrics:
         self.predictions = counter(
             "predictions", "predicted cached tokens against those found", "state", "outcome"
         )
+        self.lint_prompts = counter("lint_prompts", "prompts that lint looked at", "tenant")
+        self.lint_prompt_tokens = counter("lint_prompt_tokens", "tokens of these", "tenant")
+        self.lint_lost_tokens = counter(
+            "lint_lost_tokens",
+            "of these, what a stable order would have found in a cache, by what differs",
+            "tenant",
+            "kind",
+        )
         self.queue_s = histogram("queue_seconds", "wait for a worker with room")
         self.decide_s = histogram("decide_seconds", "body read to worker chosen", WORK)
         self.ttfb_s = histogram("first_byte_seconds", "request whole to first byte of the answer")
         self.e2e_s = histogram("request_seconds", "request whole to the end of the answer")
         registry.register(_FleetGauges(fleet, queue))
         registry.register(numbers)
+
+    def linted(self, tenant: str, prompt_tokens: int, kind: str, lost_tokens: int) -> None:
+        """A prompt was looked at."""
+        self.lint_prompts.add(tenant)
+        self.lint_prompt_tokens.add(tenant, by=prompt_tokens)
+        if lost_tokens:
+            self.lint_lost_tokens.add(tenant, kind, by=lost_tokens)
 
     def expose(self) -> bytes:
         """The text for /metrics."""

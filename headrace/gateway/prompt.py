@@ -28,6 +28,7 @@ DEFAULT_OUTPUT_TOKENS = 256  # of a request that names no limit
 BYTES_PER_TOKEN = 4.0  # until a worker has said how long its prompts were
 RATIO_SHARE = 0.05  # of a new measurement
 
+PARTS = ("tools", "system", "instructions", "messages", "prompt", "input")  # in their order
 _NONE = msgspec.Raw(b"")
 _Id = Annotated[int, Meta(ge=0, lt=2**32)]
 
@@ -70,6 +71,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     ttft_target_s: float  # 0 = none
     prefix_key: bytes
     salt: str = ""
+    parts: tuple[msgspec.Raw, ...] = ()  # PARTS as the body has them; b"" = it is not there
     ids: array[int] | None = None  # its tokens, where they are known
     tokenizer: str = ""  # which made them; "" = they came with the request
     untokenised: str = ""  # why they are not known
@@ -134,6 +136,7 @@ class PromptReader:
             ttft_target_s=_target_s(target) if target else 0.0,
             prefix_key=text[:CHUNK_BYTES],
             salt=salt,
+            parts=parts,
             ids=ids,
         )
 

@@ -80,6 +80,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ask_usage: bool = True
     decisions: Natural = 2000
     ui: bool = True
+    lint: bool = True
+    lint_excerpts: bool = False
+    lint_bytes: Annotated[int, Meta(ge=2**20)] = 16 * 2**20
     redis_url: str = ""
     redis_timeout_s: SomeSeconds = 0.05
     otlp_endpoint: str = ""
@@ -125,6 +128,9 @@ HELP: Mapping[str, str] = {
     "shutdown_timeout_s": "after SIGTERM, running requests have this long to end",
     "ask_usage": "ask workers for the usage of streams; the client sees it only if it asked too",
     "decisions": "newest decisions kept for /gateway/decisions",
+    "lint": "look for prompts that could share more of their beginning: /gateway/lint",
+    "lint_excerpts": "show the few characters by which such prompts part; else only the place",
+    "lint_bytes": "most memory of the prompts that others are compared with",
     "ui": "serve the fleet page at /gateway/ui: without keys, on a loopback address alone",
     "redis_url": "redis://HOST:PORT of a Redis or Valkey server through which several gateways "
     "share the limits of tenants; empty = every gateway has limits of its own",

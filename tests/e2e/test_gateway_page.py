@@ -215,6 +215,37 @@ def test_misses_that_were_silent(chromium: Browser) -> None:
             expect(view.locator(".problem")).to_contain_text("no such decision is kept")
 
 
+@pytest.mark.parametrize("excerpts", [False, True])
+def test_prompts_that_part_early(chromium: Browser, excerpts: bool) -> None:
+    one = Mock(forgets)
+    doorkeeper = Doorkeeper(KEYS, TIERS)
+    with fleet(one, doorkeeper=doorkeeper, lint_excerpts=excerpts) as made:
+        for i in range(4):
+            text = f"{HOSTILE} It is 2026-11-28T16:0{i}:00Z. {LONG}"
+            assert made.chat(text, f"r{i}", authorization="Bearer anna") == 200
+        with visit(chromium, made.url, "#/lint") as seen:
+            page = seen.page
+            page.get_by_label("API key").fill("boss")
+            page.keyboard.press("Enter")
+            expect(page.locator("#view-lint[data-looked='4']")).to_be_visible()
+            boss = {"authorization": "Bearer boss"}
+            (row,) = made.get("/gateway/lint", **boss)["tenants"]
+            (found,) = row["findings"]
+            part = page.locator("[data-tenant=anna]")
+            assert facts(part)["prompts looked at"] == "4 of 4"
+            expect(part.locator("tbody tr")).to_have_count(1)
+            (shown,) = cells(part.locator("tbody tr"))
+            assert shown[0] == f"messages[0].content, character {found['characters']}"
+            assert shown[1].startswith("a date or a time")
+            assert shown[-4] == "3"
+            assert shown[-2] == str(found["lost_tokens"])
+            assert (f"16:0{found['seen']}:00Z" in shown[2]) is excerpts
+            assert page.evaluate("window.pwned") is None
+            check(page, "lint", None, ALL)
+            part.get_by_role("link").click()
+            expect(page.locator("#view-decision[data-of='r3']")).to_be_visible()
+
+
 def test_the_fleet_as_the_gateway_says(chromium: Browser) -> None:
     hold: list[threading.Event] = [threading.Event()]
 

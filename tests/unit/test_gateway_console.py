@@ -250,7 +250,7 @@ async def test_the_page_and_all_that_it_names() -> None:
         assert (await call(made.port, None, "/gateway/ui", HERE)).status == 405
 
 
-DATA = ("/gateway/decisions", "/gateway/queue", "/gateway/tenants")
+DATA = ("/gateway/decisions", "/gateway/lint", "/gateway/queue", "/gateway/tenants")
 
 
 @pytest.mark.parametrize(

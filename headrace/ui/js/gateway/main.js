@@ -6,6 +6,7 @@ import { getJson } from "../server.js";
 import { startTheme } from "../theme.js";
 import { startDecisionView } from "./decision_view.js";
 import { startFleetView } from "./fleet_view.js";
+import { startLintView } from "./lint_view.js";
 import { startNewestList } from "./newest_list.js";
 import { place, VIEWS } from "./route.js";
 import { fleet, look, startWatch, trouble } from "./watch.js";
@@ -54,6 +55,7 @@ startPulse(byId("pulse"));
 startLogin(tryKey, look);
 startFleetView(byId("view-fleet"));
 startDecisionView(byId("view-decision"));
+startLintView(byId("view-lint"));
 startNewestList(byId("newest"));
 byId("skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address belongs to the view

@@ -6,6 +6,8 @@ import { choose, place } from "./route.js";
 import { newest, silent } from "./watch.js";
 import { nameOf } from "./words.js";
 
+const MOST_CHARS = 20; // of an id
+
 export function startNewestList(pane) {
   const list = rowList("Newest decisions", parts, choose);
   const none = el("p", { class: "empty" });
@@ -31,11 +33,16 @@ export function startNewestList(pane) {
   show();
 }
 
+/** Ids that the gateway made begin alike. */
+function shortened(id) {
+  return id.length > MOST_CHARS ? `…${id.slice(-MOST_CHARS)}` : id;
+}
+
 function parts(one) {
   const { predicted, confirmed, silent_miss: missed } = one.cached_tokens;
   const again = one.attempts > 1 ? `, ${one.attempts} attempts` : "";
   return [
-    el("span", { class: "id mono", text: one.id }),
+    el("span", { class: "id mono", title: one.id, text: shortened(one.id) }),
     el("span", {
       class: missed ? "label problem" : "label",
       text: missed ? "silent miss" : (one.status ?? "running"),

@@ -1,7 +1,7 @@
-// What is shown is in the address: #/fleet or #/decision/ID.
+// What is shown is in the address: #/fleet, #/decision/ID or #/lint.
 import { cell } from "../cell.js";
 
-const VIEWS = ["fleet", "decision"];
+const VIEWS = ["fleet", "decision", "lint"];
 
 let before = { view: "fleet", id: "" };
 

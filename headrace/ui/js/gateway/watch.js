@@ -15,6 +15,8 @@ export const newest = cell([]);
 export const silent = cell(false);
 /** {decision} of the chosen request, {id, problem}, or {} when none is chosen. */
 export const chosen = cell({});
+/** What /gateway/lint says, {problem} where it is off, or null before the first look. */
+export const lint = cell(null);
 /** "", or why nothing new is known. */
 export const trouble = cell("");
 /** The last KEPT values of `fleet`. */
@@ -57,6 +59,7 @@ async function lookOnce() {
       getJson(`tenants?limit=${LIMIT}`),
       getJson(`decisions?limit=${LIMIT}&silent=${only ? 1 : 0}`),
       lookAtChosen(),
+      lookAtLint(),
     ]);
     const now = { ...workers, queue, ...tenants };
     history.push(now);
@@ -66,6 +69,17 @@ async function lookOnce() {
     trouble.set("");
   } catch (error) {
     trouble.set(error.status ? error.message : "the gateway does not answer");
+  }
+}
+
+/** Only while it is shown. */
+async function lookAtLint() {
+  if (place.value.view !== "lint") return;
+  try {
+    lint.set(await getJson(`lint?limit=${LIMIT}`));
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    lint.set({ problem: error.message });
   }
 }
 

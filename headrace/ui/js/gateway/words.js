@@ -23,6 +23,20 @@ export function nameOf(tenant) {
   return tenant || "everybody";
 }
 
+const KINDS = {
+  time: ["a date or a time", "put it behind what stays, or make it coarser"],
+  id: ["an id or a number", "put it behind what stays"],
+  order: ["the order of the same things", "sort them, so that it is always one order"],
+  added: ["something was put in front of what stays", "append it instead"],
+  dropped: ["something in front was left out", "drop much at once, and rarely"],
+  text: ["other text", "put it behind what stays"],
+};
+
+/** What differs, and what helps. */
+export function kindOf(name) {
+  return KINDS[name] ?? [name, ""];
+}
+
 /** What became of a prediction: [words, whether it is a fault]. */
 export function verdictOf({ predicted, confirmed, silent_miss: silent }) {
   if (confirmed === null) return ["the worker has not said what it found", false];

@@ -1,0 +1,543 @@
+"""Prefix lint: where prompts part, why, what it costs; that it is bounded and not untrue."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from headrace.gateway.board import Board
+from headrace.gateway.console import joined
+from headrace.gateway.divergence import common, cut, diverge, place_of
+from headrace.gateway.lint import (
+    CREDIT_S,
+    EARN_S,
+    LOOK_BYTES,
+    MAX_FAMILIES,
+    MAX_FINDINGS,
+    MAX_SAMPLES,
+    Lint,
+)
+from headrace.gateway.prompt import Prompt, PromptReader
+from headrace.gateway.siblings import Siblings
+from headrace.gateway.sse import Usage
+from tests.unit.gateway_rig import Asked, Mock, Out, call, gateway, get, metric, until, usage_of
+
+HERE = {"host": "127.0.0.1:8080"}
+READER = PromptReader(False)
+Body = dict[str, Any]
+
+
+def words(size: int, seed: int) -> str:
+    """That many characters of sentences which no other seed has."""
+    drawn, out = random.Random(seed), ""
+    while len(out) < size:
+        out += " ".join(f"{drawn.getrandbits(24):06x}" for _ in range(8)) + ". "
+    return out[:size]
+
+
+STAYS = words(3000, 1)
+
+
+def chat(system: str, question: str = "", **more: Any) -> Body:
+    asked = {"role": "user", "content": question or "What now?"}
+    return {"model": "m", "messages": [{"role": "system", "content": system}, asked], **more}
+
+
+def prompt_of(body: Body, path: str = "/v1/chat/completions", **how: Any) -> Prompt:
+    return READER.read(path, json.dumps(body, **how).encode(), {})
+
+
+def look(
+    make: Callable[[int], Body],
+    count: int = 12,
+    *,
+    cached: int = -1,
+    excerpts: bool = False,
+    **how: Any,
+) -> dict[str, Any]:
+    """What lint says of one tenant after so many requests."""
+    lint = Lint(2**24, excerpts=excerpts, found=lambda *_: None, clock=lambda: 0.0)
+    for i in range(count):
+        prompt = prompt_of(make(i), **how)
+        if lint.see("anna", prompt):
+            lint.look("anna", f"r{i}", prompt, Usage(cached_tokens=cached))
+    (row,) = lint.tell()["tenants"]
+    return dict(row)
+
+
+# ------------------------------------------------------------ what it finds
+
+
+def tools(order: Sequence[int]) -> list[Body]:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{i}",
+                "description": words(200, 50 + i),
+                "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+            },
+        }
+        for i in order
+    ]
+
+
+def shuffled(seed: int) -> list[int]:
+    order = list(range(8))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def an_id(seed: int) -> str:
+    return str(uuid.UUID(int=random.Random(seed).getrandbits(128)))
+
+
+def history(first: int, count: int) -> list[Body]:
+    roles = ("user", "assistant")
+    return [
+        {"role": roles[i % 2], "content": words(300, 1000 + i)} for i in range(first, first + count)
+    ]
+
+
+def responses(i: int) -> Body:
+    return {
+        "model": "m",
+        "instructions": f"It is {i % 24:02}:{i:02}. {STAYS}",
+        "input": "What now?",
+    }
+
+
+CASES: dict[str, tuple[Callable[[int], Body], str, str, int | None]] = {
+    "a timestamp": (
+        lambda i: chat(f"Now: 2026-11-28T16:{i:02}:00Z. {STAYS}"),
+        "time",
+        "messages[0].content",
+        None,
+    ),
+    "a date in words": (
+        lambda i: chat(f"Today is November {i + 1}, 2026. {STAYS}"),
+        "time",
+        "messages[0].content",
+        None,
+    ),
+    "seconds since 1970": (
+        lambda i: chat(f"At {1795883317 + 37 * i}\n{STAYS}"),
+        "time",
+        "messages[0].content",
+        None,
+    ),
+    "an id": (lambda i: chat(f"Session {an_id(i)}\n{STAYS}"), "id", "messages[0].content", 8),
+    "a user's number": (
+        lambda i: chat(f"User {7000 + i} asks.\n{STAYS}"),
+        "id",
+        "messages[0].content",
+        None,
+    ),
+    "shuffled tools": (
+        lambda i: chat("Be brief.", tools=tools(shuffled(i))),
+        "order",
+        "tools[0].function.name",
+        5,
+    ),
+    "the question before the manual": (
+        lambda i: chat(f"{words(200, 70 + i)}\nUse this manual.\n{STAYS}"),
+        "text",
+        "messages[0].content",
+        None,
+    ),
+    "a window over the conversation": (
+        lambda i: {"model": "m", "messages": [*chat("Be brief.")["messages"][:1], *history(i, 12)]},
+        "dropped",
+        "messages[1].role",
+        0,
+    ),
+    "text without sentences": (
+        lambda i: chat(f"時刻 16:{i:02} " + "あなたは親切です" * 200),
+        "time",
+        "messages[0].content",
+        None,
+    ),
+    "in the system field": (
+        lambda i: {
+            "model": "m",
+            "system": [{"type": "text", "text": f"id {an_id(i)} {STAYS}"}],
+            "messages": [],
+        },
+        "id",
+        "system[0].text",
+        3,
+    ),
+    "in instructions": (responses, "time", "instructions", None),
+    "a plain prompt": (
+        lambda i: {"model": "m", "prompt": f"[{an_id(i)}] {STAYS}"},
+        "id",
+        "prompt",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"ensure_ascii": False, "separators": (",", ":")}])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_what_breaks_a_prefix_is_named_with_its_place(name: str, how: dict[str, Any]) -> None:
+    make, kind, path, characters = CASES[name]
+    row = look(make, **how)
+    found = max(row["findings"], key=lambda one: one["lost_tokens"])
+    assert found["kind"] == kind
+    assert found["place"].replace("*", "1") == path
+    if characters is not None and path == found["path"]:
+        assert characters <= found["characters"] <= characters + 4  # some are alike by chance
+    most = row["prompt_tokens"] * (row["looked"] - 1) / row["looked"]
+    assert 0.5 * most < row["lost_tokens"] <= most
+    assert not found["excerpt"]
+    assert not found["other"]
+
+
+def test_something_put_in_front_once() -> None:
+    row = look(lambda i: chat(STAYS if i != 3 else f"A new rule for all of you.\n{STAYS}"), 4)
+    (found,) = row["findings"]
+    assert (found["kind"], found["seen"], found["request"]) == ("added", 1, "r3")
+
+
+def test_the_excerpt_is_there_where_it_is_allowed() -> None:
+    row = look(CASES["a timestamp"][0], excerpts=True)
+    (found,) = row["findings"]
+    assert "2026-11-28T16:11:00Z" in found["excerpt"]
+    assert "2026-11-28T16:10:00Z" in found["other"]
+    assert len(found["excerpt"]) <= 72
+
+
+GOOD: dict[str, Callable[[int], Body]] = {
+    "the same beginning": lambda i: chat(STAYS, words(900, 100 + i)),
+    "a conversation that grows": lambda i: {"model": "m", "messages": history(0, 5 + i)},
+    "nothing in common": lambda i: chat(words(3000, 500 + i)),
+    "two variants by turns": lambda i: chat(f"Variant {i % 2}.\n{STAYS}", words(90, i)),
+    "the same again": lambda i: chat(STAYS),
+    "a shorter one in between": lambda i: chat(STAYS, words(900 if i % 2 else 2000, 7)),
+    "a little at the end": lambda i: chat(
+        f"{STAYS} Question {i}: {words(600, i)}\nAnswer in JSON."
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_prompts_that_share_what_they_can_are_left_alone(name: str) -> None:
+    make = GOOD[name]
+    row = look(lambda i: make(i), 12)
+    first_of_variants = 1 if name == "two variants by turns" else 0
+    assert sum(one["seen"] for one in row["findings"]) <= first_of_variants
+    assert row["looked"] == 12
+
+
+def test_what_the_engine_found_is_no_loss() -> None:
+    make = CASES["a timestamp"][0]
+    assert look(make, cached=10**6)["lost_tokens"] == 0
+    whole, some = look(make)["lost_tokens"], look(make, cached=400)["lost_tokens"]
+    assert 0 < some < whole
+
+
+def test_prompts_of_ids_and_short_ones_are_not_looked_at() -> None:
+    assert look(lambda i: {"model": "m", "prompt": [i, *range(4000)]})["looked"] == 0
+    assert look(lambda i: chat(f"It is 12:{i:02}"))["looked"] == 0
+
+
+# ------------------------------------------------------------ its parts
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300), st.binary(max_size=300))
+def test_a_common_beginning(shared: bytes, one: bytes, other: bytes) -> None:
+    a, b = shared + one, shared + other
+    plain = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), min(len(a), len(b)))
+    assert common(a, b) == plain
+    assert common(list(a), list(b)) == plain
+
+
+pieces = st.lists(
+    st.sampled_from(
+        ['{"', "},", "\\n", ". ", "abc", "stays the same", "12:30", "x", "\u00e9", "."]
+    ),
+    max_size=40,
+).map("".join)
+
+
+@given(pieces, pieces, pieces)
+def test_a_divergence_is_where_the_texts_part(shared: str, one: str, other: str) -> None:
+    a, b = (shared + one).encode(), (shared + other).encode()
+    new, old = cut(a), cut(b)
+    found = diverge(new, old, common(new.segments, old.segments))
+    flat = [b"\0".join(some.segments) for some in (new, old)]
+    assert [len(some) for some in flat] == [len(a), len(b)], "cuts change no length"
+    if found is None:
+        assert common(*flat) >= min(len(flat[0]), len(flat[1])) - 1
+        return
+    assert found.at == common(*flat)
+    assert 0 <= found.behind_bytes <= len(a) - found.at
+    assert found.excerpt in flat[0]
+    assert found.other in flat[1]
+
+
+keys = st.sampled_from(["content", "text", "secret word", "tools", 'a"b'])
+leaves = st.one_of(st.text(max_size=9), st.integers(), st.booleans(), st.none())
+
+
+@given(data=st.data(), text=st.text(min_size=1, max_size=30), ascii_=st.booleans())
+def test_the_place_of_any_character_of_any_string(
+    data: st.DataObject, text: str, ascii_: bool
+) -> None:
+    text = text.encode("utf-8", "ignore").decode()
+    value: Any = "@@PLACE@@"
+    path = ""
+    for _ in range(data.draw(st.integers(0, 5))):
+        if data.draw(st.booleans()):
+            before = data.draw(st.lists(leaves, max_size=3))
+            value = [*before, value, *data.draw(st.lists(leaves, max_size=2))]
+            path = f"[{len(before)}]{path}"
+        else:
+            key = data.draw(keys)
+            others = {f"k{i}": data.draw(leaves) for i in range(data.draw(st.integers(0, 2)))}
+            value = {**others, key: value}
+            path = f".{'*' if ' ' in key or chr(34) in key else key}{path}"
+    count = data.draw(st.integers(0, len(text)))
+    written = json.dumps(value, ensure_ascii=ascii_)
+    start = written.index("@@PLACE@@")
+    inside = json.dumps(text, ensure_ascii=ascii_)[1:-1]
+    before_it = written[:start] + json.dumps(text[:count], ensure_ascii=ascii_)[1:-1]
+    raw = written.replace("@@PLACE@@", inside).encode()
+    assert place_of(raw, len(before_it.encode())) == (path, count)
+
+
+@given(st.binary(max_size=200), st.integers(0, 220))
+def test_the_place_in_what_is_no_json_is_found_without_an_error(raw: bytes, at: int) -> None:
+    path, characters = place_of(raw, at)
+    assert characters >= 0
+    assert all(step == "*" or step.isidentifier() for step in path.split("[")[0].split(".")[1:])
+
+
+# ------------------------------------------------------------ bounds
+
+MAX_BYTES = 60_000
+
+
+class Bounded(RuleBasedStateMachine):
+    """Whatever tenants send, what is kept stays within its bounds, and nothing raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.told: list[tuple[str, int, str, int]] = []
+        self.lint = Lint(
+            MAX_BYTES,
+            excerpts=True,
+            found=lambda *said: self.told.append(said),
+            clock=lambda: self.now_s,
+        )
+
+    @rule(
+        tenant=st.sampled_from(["a", "b", "c"]),
+        model=st.sampled_from(["m", "n"]),
+        family=st.integers(0, 12),
+        change=st.integers(0, 3),
+        size=st.sampled_from([900, 3000, 60_000]),
+        at=st.sampled_from(["front", "middle", "nowhere"]),
+        cached=st.sampled_from([-1, 0, 500, 10**7]),
+    )
+    def ask(
+        self, tenant: str, model: str, family: int, change: int, size: int, at: str, cached: int
+    ) -> None:
+        stays = words(size, family)
+        moved = {"front": f"{change}:00 {stays}", "nowhere": stays}
+        text = moved.get(at, f"{stays[: size // 2]} {an_id(change)}\n{stays[size // 2 :]}")
+        prompt = prompt_of({**chat(text), "model": model})
+        if self.lint.see(tenant, prompt):
+            self.lint.look(tenant, "id", prompt, Usage(cached_tokens=cached))
+
+    @rule(parts=st.lists(st.binary(max_size=3000), min_size=6, max_size=6))
+    def ask_anything(self, parts: list[bytes]) -> None:
+        prompt = prompt_of(chat(STAYS))
+        prompt.parts = tuple(msgspec.Raw(part * 3) for part in parts)
+        prompt.text_bytes = max(1, sum(map(len, prompt.parts)))
+        if self.lint.see("d", prompt):
+            self.lint.look("d", "id", prompt, Usage())
+
+    @invariant()
+    def within_bounds(self) -> None:
+        families = list(self.lint._families)
+        assert self.lint.used_bytes == sum(one.memory_bytes for one in families) <= MAX_BYTES
+        for name, tenant in self.lint._tenants.items():
+            assert len(tenant.families) <= MAX_FAMILIES
+            assert len(tenant.findings) <= MAX_FINDINGS
+            assert all(one.tenant is tenant for one in tenant.families)
+            assert all(len(one.samples) <= MAX_SAMPLES for one in tenant.families)
+            assert all(s.size_bytes <= LOOK_BYTES for one in tenant.families for s in one.samples)
+            mine = [said for said in self.told if said[0] == name]
+            assert tenant.looked == len(mine) <= tenant.requests
+            assert tenant.prompt_tokens == sum(said[1] for said in mine)
+            assert tenant.lost_tokens == sum(said[3] for said in mine) <= tenant.prompt_tokens
+            assert sum(one.lost_tokens for one in tenant.findings.values()) <= tenant.lost_tokens
+        assert len(families) == sum(len(t.families) for t in self.lint._tenants.values())
+        self.lint.tell()
+
+
+Bounded.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestBounded = Bounded.TestCase
+
+
+def test_time_is_paid_for_by_requests() -> None:
+    """Looks that take a millisecond: what CREDIT_S holds, then what requests earn."""
+    now_s = [0.0]
+
+    def clock() -> float:
+        now_s[0] += 0.0005
+        return now_s[0]
+
+    lint = Lint(2**24, excerpts=False, found=lambda *_: None, clock=clock)
+    prompt = prompt_of(chat(STAYS))
+    looks = []
+    for i in range(4000):
+        if lint.see("anna", prompt):
+            looks.append(i)
+            lint.look("anna", "id", prompt, Usage())
+    took_s = 0.0005 * len(looks)
+    assert took_s <= CREDIT_S + 4000 * EARN_S + 0.0005
+    assert len(looks) > CREDIT_S / 0.0005, "and what is earned is spent"
+    assert looks[-1] > 3000
+    assert lint.see("bert", prompt), "another tenant has its own"
+
+
+def test_memory_is_what_it_says() -> None:
+    lint = Lint(2**20, excerpts=False, found=lambda *_: None, clock=lambda: 0.0)
+    prompts = [
+        prompt_of(chat("".join(f"{i} {j}. " for j in range(3000)), words(500, i)))
+        for i in range(30)
+    ]
+    tracemalloc.start()
+    try:
+        for i, prompt in enumerate(prompts):
+            assert lint.see(f"t{i}", prompt)
+            lint.look(f"t{i}", "id", prompt, Usage())
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert lint.used_bytes <= 2**20
+    assert taken <= lint.used_bytes + 100_000  # counts of 30 tenants
+
+
+# ------------------------------------------------------------ in the gateway
+
+
+async def forgets(asked: Asked, out: Out) -> None:
+    await out.json({"choices": [], "usage": usage_of(1000, 2, 0)})
+
+
+async def said_by(port: int, path: str = "/gateway/lint") -> dict[str, Any]:
+    reply = await get(port, path, HERE)
+    assert reply.status == 200, reply.body
+    return dict(reply.json())
+
+
+@pytest.mark.parametrize("excerpts", [False, True])
+async def test_the_route_and_the_metrics(excerpts: bool) -> None:
+    async with Mock(forgets) as one, gateway(one, lint_excerpts=excerpts) as made:
+        for i in range(4):
+            body = chat(f"The secret is {an_id(i)}. {STAYS}", stream=False)
+            await call(made.port, body, headers={"x-request-id": f"r{i}"})
+        lint = made.lint
+        assert lint is not None
+        await until(lambda: lint.tell()["tenants"][0]["looked"] == 4, "all are looked at")
+        said = await said_by(made.port)
+        (row,) = said["tenants"]
+        assert (row["name"], row["requests"], row["prompt_tokens"]) == ("", 4, 4000)
+        (found,) = row["findings"]
+        assert (found["kind"], found["seen"], found["request"]) == ("id", 3, "r3")
+        assert said["excerpts"] is excerpts
+        assert (an_id(3) in found["excerpt"]) is excerpts
+        assert ("secret" in json.dumps(said)) is excerpts
+        assert await metric(made, "lint_prompts_total", tenant="") == 4
+        assert await metric(made, "lint_prompt_tokens_total", tenant="") == 4000
+        lost = await metric(made, "lint_lost_tokens_total", tenant="", kind="id")
+        assert lost == row["lost_tokens"] > 2000
+
+
+async def test_streams_are_looked_at_too_and_it_can_be_off() -> None:
+    async def streams(asked: Asked, out: Out) -> None:
+        await out.head()
+        await out.event({"choices": [{"delta": {"content": "x"}}]})
+        await out.event({"choices": [], "usage": usage_of(1000, 1, 0)})
+        await out.event("[DONE]")
+        await out.end()
+
+    async with Mock(streams) as one, gateway(one) as made:
+        for i in range(2):
+            await call(made.port, chat(f"Now {i:02}:00. {STAYS}", stream=True))
+        lint = made.lint
+        assert lint is not None
+        await until(lambda: lint.tell()["tenants"][0]["looked"] == 2, "both are looked at")
+        (row,) = (await said_by(made.port))["tenants"]
+        assert [one["kind"] for one in row["findings"]] == ["time"]
+    async with Mock() as one, gateway(one, lint=False) as made:
+        await call(made.port, chat(STAYS))
+        assert (await get(made.port, "/gateway/lint", HERE)).status == 404
+
+
+async def test_one_answer_of_several_processes(tmp_path: Path) -> None:
+    Board.create(tmp_path / "board", 2)
+    boards = [Board(tmp_path / "board", 2, own) for own in range(2)]
+    first, second = (Siblings(tmp_path, 2, own) for own in range(2))
+    async with (
+        Mock(forgets) as one,
+        gateway(one, siblings=first, board=boards[0]) as a,
+        gateway(one, siblings=second, board=boards[1]) as b,
+    ):
+        for i in range(6):
+            body = chat(f"Now {i:02}:00. {STAYS}")
+            await call((a, b)[i % 2].port, body, headers={"x-request-id": f"r{i}"})
+        lints = [made.lint for made in (a, b)]
+        assert lints[0] is not None
+        assert lints[1] is not None
+        for lint in lints:
+            await until(lambda lint=lint: lint.tell()["tenants"][0]["looked"] == 3, "looked")  # type: ignore[misc]
+        alone = [lint.tell()["tenants"][0] for lint in lints if lint is not None]
+        for made in (a, b):
+            (row,) = (await said_by(made.port))["tenants"]
+            assert (row["requests"], row["looked"], row["prompt_tokens"]) == (6, 6, 6000)
+            (found,) = row["findings"]
+            assert (found["seen"], found["request"]) == (4, "r5")
+            assert row["lost_tokens"] == found["lost_tokens"]
+            assert row["lost_tokens"] == sum(one["lost_tokens"] for one in alone)
+    for board in boards:
+        board.close()
+
+
+def test_findings_of_several_processes_lie_apart_by_place() -> None:
+    def said(place: str, lost: int, last_s: float) -> dict[str, Any]:
+        finding = {
+            "model": "m",
+            "place": place,
+            "kind": "id",
+            "seen": 1,
+            "lost_tokens": lost,
+            "first_s": last_s,
+            "last_s": last_s,
+            "request": f"at {last_s}",
+        }
+        counts = {"requests": 1, "looked": 1, "prompt_tokens": 9, "lost_tokens": lost}
+        tenant = {"name": "anna", **counts, "findings": [finding]}
+        return {"excerpts": False, "used_bytes": 5, "tenants": [tenant]}
+
+    whole = joined(b"/gateway/lint", [said("p", 5, 2.0), said("q", 7, 1.0), said("p", 4, 1.5)])
+    (row,) = whole["tenants"]
+    assert (row["requests"], row["lost_tokens"], whole["used_bytes"]) == (3, 16, 15)
+    shown = [(one["place"], one["lost_tokens"], one["request"]) for one in row["findings"]]
+    assert shown == [("p", 9, "at 2.0"), ("q", 7, "at 1.0")]
+    assert row["findings"][0]["first_s"] == 1.5
