@@ -137,7 +137,7 @@ class Lint:
 
     def tell(self) -> dict[str, Any]:
         """Tenants with what was found, those that lose most first."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "name": name,
                 "requests": tenant.requests,
