@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import resolve
@@ -14,6 +15,13 @@ if WITHOUT_CUDA:
     # Before anything imports triton, as transformers does: what triton has made by then stays
     # compiled, and kernel tests could not be interpreted any more.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", params=BACKEND_PARAMS)

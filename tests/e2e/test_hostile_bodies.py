@@ -14,7 +14,9 @@ from tests.e2e.serving import Server
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-MOST_BLOCKED_S = 1.0  # of the event loop; each of these bodies took two seconds or more
+# Of the event loop. Each of these bodies took two seconds or more, and blocked it all the time; on
+# a slow machine a share of the time that the body takes is allowed.
+MOST_BLOCKED_S, MOST_BLOCKED_SHARE = 1.0, 1 / 3
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +26,8 @@ def server() -> Iterator[Server]:
         running.wait_idle()
 
 
-def longest_wait_s(server: Server, path: str, body: dict[str, Any]) -> tuple[float, int]:
-    """The longest that a quick request waited beside `body`, and the status of `body`."""
+def blocks(server: Server, path: str, body: dict[str, Any]) -> tuple[str, int]:
+    """What a quick request waited beside `body`, "" = not too long; and the status of `body`."""
     raw, over = json.dumps(body).encode(), threading.Event()
     waits = [0.0]
 
@@ -38,12 +40,16 @@ def longest_wait_s(server: Server, path: str, body: dict[str, Any]) -> tuple[flo
 
     thread = threading.Thread(target=probe)
     thread.start()
+    begun_s = time.monotonic()
     try:
         status = server.request("POST", path, raw)[0]
     finally:
+        took_s = time.monotonic() - begun_s
         over.set()
         thread.join()
-    return max(waits), status
+    waited_s = max(waits)
+    too_long = waited_s >= max(MOST_BLOCKED_S, took_s * MOST_BLOCKED_SHARE)
+    return f"{waited_s:.2f} s of {took_s:.2f} s" if too_long else "", status
 
 
 @pytest.mark.parametrize(
@@ -59,16 +65,12 @@ def longest_wait_s(server: Server, path: str, body: dict[str, Any]) -> tuple[flo
 def test_a_large_body_does_not_hold_up_others(
     server: Server, path: str, body: dict[str, Any], status: int
 ) -> None:
-    waited_s, got = longest_wait_s(server, path, body)
-    assert got == status
-    assert waited_s < MOST_BLOCKED_S
+    assert blocks(server, path, body) == ("", status)
 
 
 def test_stops_of_the_longest_allowed_kind_cost_little(server: Server) -> None:
     body = {"prompt": "x", "n": 8, "max_tokens": 4, "stop": [c * 1000 for c in "abcdefghijklmnop"]}
-    waited_s, got = longest_wait_s(server, TEXT, body)
-    assert got == 200
-    assert waited_s < MOST_BLOCKED_S
+    assert blocks(server, TEXT, body) == ("", 200)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -247,16 +246,17 @@ class Prometheus:
             (folder / name).write_text(
                 text.replace('"host.docker.internal:8000"', ", ".join(map(json.dumps, targets)))
             )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
         assert PROMETHEUS is not None
-        self._log = (folder / "log").open("wb")
+        log = folder / "log"
+        self._log = log.open("wb")
         self._process = subprocess.Popen(
             [PROMETHEUS, f"--config.file={folder / 'prometheus.yml'}",
              f"--storage.tsdb.path={folder / 'data'}",
-             f"--web.listen-address=127.0.0.1:{self.port}"],
+             "--web.listen-address=127.0.0.1:0"],
             stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        listens = re.compile(r'msg="Listening on" address=127\.0\.0\.1:(\d+)')
+        self.port = int(until(lambda: listens.search(log.read_text()), "its port")[1])
 
     def get(self, path: str, **query: str) -> Any:
         """`data` of an answer of its API; None while it starts."""

@@ -17,7 +17,9 @@ from headrace.native.pool import Pool
 from tests.native import rig
 
 FUZZ = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 Array = npt.NDArray[Any]
 ELEMENT: dict[str, np.dtype[Any]] = {

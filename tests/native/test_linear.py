@@ -15,7 +15,9 @@ from headrace.native.weights import Arena, PackedMatrix
 from tests.native import rig
 
 FUZZ = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 300)
 

@@ -18,7 +18,9 @@ from headrace.native.weights import quantise
 from tests.native import rig
 
 FUZZ = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 MADE = ("Q4_1", "Q8_0")
 Array = npt.NDArray[Any]

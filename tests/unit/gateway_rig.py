@@ -20,7 +20,7 @@ from headrace.gateway.siblings import Siblings
 from headrace.gateway.tenants import Doorkeeper
 from headrace.gateway.tokenising import ModelTokens
 
-PATIENCE_S = 20.0  # for what should come at once
+PATIENCE_S = 30.0  # for what should come at once
 
 
 class Reply(msgspec.Struct):

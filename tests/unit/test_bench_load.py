@@ -117,7 +117,8 @@ async def test_server_without_usage_is_counted_by_chunks() -> None:
 )
 async def test_failures_are_records_not_exceptions(steps: list[bytes | float], error: str) -> None:
     async with scripted(lambda body: steps) as server:
-        target = Target(url=server.url, model="m", timeout_s=0.5)
+        timeout_s = 0.5 if error == "TimeoutError" else 30.0
+        target = Target(url=server.url, model="m", timeout_s=timeout_s)
         (one,) = await seen(target, Workload(requests=1, endpoint="completions"))
     assert one.error.startswith(error)
     assert one.end_s > one.sent_s

@@ -28,7 +28,7 @@ from headrace.messages import Abort, Beat, Done, EngineInfo, Finish, Pulse, Subm
 from tests.unit.engine_double import ScriptedEngine
 
 INFO = EngineInfo(4096, 64, 259, 16, 100)
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ async def test_a_long_step_neither_stops_the_pulse_nor_drops_anyone(
 
 async def test_a_silent_process_is_dropped_and_told_so(folder: Path) -> None:
     engine = ScriptedEngine(pause_s=0.001)
-    with Running(folder, engine, api_timeout_s=0.3):
+    with Running(folder, engine, api_timeout_s=1.0):
         async with connected(folder) as client:
             stream = client.submit([Job([1], 1_000_000)])
             await stream.take()
@@ -288,7 +288,7 @@ async def test_bytes_that_are_no_message_change_nothing(folder: Path) -> None:
 
 async def test_a_dead_engine_fails_streams_and_refuses_new_ones(folder: Path) -> None:
     running = Running(folder, ScriptedEngine(pause_s=0.001))
-    async with connected(folder, engine_timeout_s=0.5) as client:
+    async with connected(folder, engine_timeout_s=1.5) as client:
         stream = client.submit([Job([1], 1_000_000)])
         await stream.take()
         running.stop()

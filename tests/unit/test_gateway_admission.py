@@ -123,11 +123,14 @@ async def test_what_was_not_used_goes_back() -> None:
             assert (await call(made.port, chat(max_tokens=500))).status == 500
         assert account.tokens.left(time.monotonic()) == 600
         worker.handler = three
+        since_s = time.monotonic()
         async with Call(made.port) as one:
             await one.send(chat(stream=True, max_tokens=500))
             await one.see(b'"c"')
         await until(lambda: not made.exchanges, "it left")
-        assert 570 < account.tokens.left(time.monotonic()) < 600
+        left, passed_s = account.tokens.left(time.monotonic()), time.monotonic() - since_s
+        assert left > 570
+        assert left < 600 or passed_s > 0.3  # ten come back each second
         assert account.running == 0
 
 

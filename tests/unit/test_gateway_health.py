@@ -29,7 +29,7 @@ from tests.unit.gateway_rig import (
     until,
 )
 
-FAST: dict[str, Any] = {"check_timeout_s": 0.2, "hung_after_s": 0.6}
+FAST: dict[str, Any] = {"check_timeout_s": 0.4, "hung_after_s": 1.2}
 
 
 async def hang(asked: Asked, out: Out) -> None:
@@ -185,7 +185,7 @@ async def test_busy_is_not_dead() -> None:
     async def slow(asked: Asked, out: Out) -> None:
         await out.head()
         await frozen.wait()
-        for i in range(15):  # 1.5 s, more than twice hung_after_s
+        for i in range(25):  # 2.5 s, more than twice hung_after_s
             await out.event(chunk_of(str(i)))
             await asyncio.sleep(0.1)
         await out.event("[DONE]")

@@ -84,7 +84,9 @@ def read_all(path: Path) -> None:
             assert str(path) in error.message or "GGUF" in error.message  # noqa: PT017
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(data=st.data())
 def test_truncated(tiny: Path, scratch: Path, data: st.DataObject) -> None:
     whole = tiny.read_bytes()

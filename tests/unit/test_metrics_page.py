@@ -108,7 +108,9 @@ SAME: tuple[str, str, dict[str, str], float] = ("gauge_livemostrecent", "a", {},
 @given(rounds=st.lists(st.tuples(st.integers(1, 3), WRITES), min_size=1, max_size=4))
 @example(rounds=[(2, [SAME]), (1, [("gauge_livemostrecent", "a", {}, 0.0)]), (2, [SAME])])
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_writes_read_as_by_prometheus_client(
     tmp_path_factory: pytest.TempPathFactory, rounds: list[tuple[int, Any]]
