@@ -50,7 +50,12 @@ class Sampler:
     """One model's and one server's side of a request's sampling. Thread-safe."""
 
     def __init__(self, card: ModelCard, server: Draws, tokenizer: Tokenizer) -> None:
-        self._defaults = (server, _model_defaults(card), _OPENAI)
+        given = (server, _model_defaults(card))
+        self._defaults = {  # what holds for who asks for nothing
+            name: next((v for one in given if (v := getattr(one, name)) is not None), default)
+            for name in Draws.__struct_fields__
+            if (default := getattr(_OPENAI, name)) is not None
+        }
         self._tokenizer = tokenizer
 
     def sampling(self, asked: Draws, vocab_size: int, stop_ids: list[int], seed: int) -> Sampling:
@@ -62,8 +67,8 @@ class Sampler:
         """
 
         def first(name: str) -> Any:
-            values = (getattr(given, name) for given in (asked, *self._defaults))
-            return next(value for value in values if value is not None)
+            value = getattr(asked, name)
+            return self._defaults[name] if value is None else value
 
         return Sampling(
             temperature=first("temperature"),

@@ -8,12 +8,12 @@ that each token makes a chunk. See `client` for what is measured.
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 from pathlib import Path
 
 import click
+import uvloop
 
 from benchmarks.gpu.client import SMALL, Sizes, measure
 from benchmarks.gpu.drive import Clock, Rows
@@ -63,7 +63,7 @@ def main(
         rows.say(work="http ready", seconds=ready_s, version=__version__, flags=" ".join(given))
         sizes = SMALL if works == "small" else Sizes()
         vocab = CONFIGS[shape]["vocab_size"]
-        asyncio.run(measure(server.url, "", vocab, clock, rows, sizes))
+        uvloop.run(measure(server.url, "", vocab, clock, rows, sizes))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ class Answer:
         self.prepared = prepared
         self.bill: Bill | None = None  # shown in `usage`, once everything has come
         self.traced = prepared.shown.tokens or prepared.drawn > prepared.n
+        self._plain = not (self.traced or prepared.stops or prepared.echo_only)
         self._eos_ids = frozenset(service.eos_ids)
         grammar = prepared.jobs[0].grammar
         form = grammar.kind if grammar is not None else ""
@@ -134,6 +135,8 @@ class Answer:
         choice = self.choices[delta.index]
         if choice.ended:  # the overrun of a stop string
             return ""
+        if self._plain and delta.end is None:  # most tokens of most answers
+            return choice.text.say(delta.tokens)
         heard = choice.text.hear(delta.tokens, delta.end)
         if self.prepared.echo_only:
             choice.finish = "length" if heard.finish in ("stop", "length") else None

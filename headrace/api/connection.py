@@ -30,6 +30,7 @@ from headrace.errors import ClientError, InvalidRequest, TooSlow, WrongMethod
 log = logging.getLogger("headrace.api")
 
 SOCKET_PATH = "/v1/chat/ws"  # of the one WebSocket
+CYCLE = "headrace.cycle"  # in a scope: who writes the answer, see `write_chunk`
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 MAX_PIPELINED = 64  # requests sent ahead of the answer to the first
 READ_BYTES = 256 * 1024  # most that one read gives
@@ -199,6 +200,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope[CYCLE] = cycle  # type: ignore[typeddict-unknown-key]
         if cycle.scope["http_version"] == "1.0":
             app = _unframed(app, cycle)
         super()._start_asgi_task(cycle, app)
@@ -285,6 +287,21 @@ def reset(transport: asyncio.Transport) -> None:
     if sock is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()  # the disconnect then aborts the request in the engine
+
+
+def takes_chunks(cycle: RequestResponseCycle) -> bool:
+    """`write_chunk` does now what the cycle's `send` would do."""
+    return (
+        cycle.chunked_encoding is True
+        and not cycle.flow.write_paused
+        and not cycle.disconnected
+        and not cycle.response_complete
+    )
+
+
+def write_chunk(cycle: RequestResponseCycle, data: bytes) -> None:
+    """A piece of a body under way, without the layers between. Needs: `takes_chunks`, data."""
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def _unframed(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:

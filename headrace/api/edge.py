@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api import chat_socket, page
+from headrace.api.connection import CYCLE
 from headrace.api.errors import response_of
 from headrace.api.exchange import Exchange, Exchanges
 from headrace.api.keys import Keys
@@ -76,7 +77,7 @@ class Edge:
             return
         headers = dict(scope["headers"])
         transport = scope.get("state", {}).get("transport")
-        exchange = Exchange(_request_id(headers), send, transport, scope["path"])
+        exchange = Exchange(_request_id(headers), send, transport, scope["path"], scope.get(CYCLE))
         scope["headrace.exchange"] = exchange
         id_header = (b"x-request-id", exchange.request_id.encode())
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from headrace.api.connection import reset
+from headrace.api.connection import reset, takes_chunks, write_chunk
 from headrace.api.record import Record
 from headrace.engine.client import TokenStream
 from headrace.errors import HeadraceError, TimedOut
@@ -26,6 +27,7 @@ class Exchange:
     __slots__ = (
         "admin",
         "arrived_s",
+        "cycle",
         "detail",
         "error",
         "key",
@@ -48,8 +50,10 @@ class Exchange:
         send: Send,
         transport: asyncio.Transport | None = None,
         path: str = "",
+        cycle: RequestResponseCycle | None = None,
     ) -> None:
         self.send = send  # the server's own
+        self.cycle = cycle  # what `send` belongs to; None: nothing can be written past it
         self.request_id = request_id
         self.path = path
         self.key = ""  # the name of the API key that let it in; see `api.keys`
@@ -71,6 +75,17 @@ class Exchange:
         self.sending_since_s = time.monotonic()
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
         self.sending_since_s = 0.0
+        self.sent_s = time.monotonic()
+
+    @property
+    def writable(self) -> bool:
+        """A piece of the body can be written without waiting: `write_now`."""
+        return self.cycle is not None and takes_chunks(self.cycle)
+
+    def write_now(self, data: bytes) -> None:
+        """As `write`, at once. Needs: `writable`."""
+        assert self.cycle is not None, "writable"
+        write_chunk(self.cycle, data)
         self.sent_s = time.monotonic()
 
     def touch(self) -> None:

@@ -172,7 +172,7 @@ class Streams:
             name = f"{self.worker}-{secrets.token_hex(16)}"
             live = Live(name, self._grace_s, self._max_bytes)
             inside = copy.copy(exchange)  # what the writer writes to; no client can stall it
-            inside.send, inside.transport = live.send, None
+            inside.send, inside.transport, inside.cycle = live.send, None, None
             exchange.tokens = tokens
             live.on_read = exchange.touch
             self._live[name] = live

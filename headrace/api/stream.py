@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from starlette.types import Receive, Scope, Send
@@ -70,21 +70,22 @@ class EventStream:
                 last = await self._go_on(data)
                 if last is not None:
                     await send({"type": "http.response.body", "body": last, "more_body": False})
+                    self._metrics.emit_s.note(time.monotonic() - self._taken_s)
 
     async def _go_on(self, data: bytes) -> bytes | None:
         """Write `data` and all that follows; returns what ends the stream, None if nobody reads."""
         tokens = self._answer.stream
+        tokens.hand_to(self._at_once)
         try:
-            while True:
+            while not tokens.done:
                 await self._exchange.write(data)
                 if data is not KEEP_ALIVE:
                     self._metrics.emit_s.note(time.monotonic() - self._taken_s)
-                if tokens.done:
-                    break
+                data = b""  # was sent, whatever happens now
                 data = await self._next()
                 while not data and not tokens.done:
                     data = await self._next()
-            return await self._last()
+            return data + await self._last()  # in one piece
         except ClientGone as gone:
             self._exchange.error = gone
             self._bill.end(self._answer, gone)
@@ -95,9 +96,28 @@ class EventStream:
                 log.exception("unexpected error in a stream")
             self._exchange.error = ours
             self._bill.end(self._answer, ours)
-            return self._events.failed(ours)
+            return data + self._events.failed(ours)
         finally:
+            tokens.hand_to(None)
             self._exchange.detail = self._answer.summary()
+
+    def _at_once(self, deltas: Iterable[Delta]) -> bool:
+        """Write news of a stream that is under way in the turn that brought them; False: nothing
+        was done, for the client is behind or something must be awaited.
+        """
+        if self._unopened or not self._exchange.writable:
+            return False
+        self._taken_s = time.monotonic()
+        try:
+            if data := self._written(deltas):
+                self._exchange.write_now(data)
+                self._metrics.emit_s.note(self._exchange.sent_s - self._taken_s)
+        except Exception as error:
+            ours = as_ours(error)
+            if ours is not error:
+                log.exception("unexpected error in a stream")
+            self._answer.stream.fail(ours)  # `take` raises it
+        return True
 
     async def _first(self) -> bytes:
         begun = b"".join(map(self._counted, self._events.begin(self._answer)))
@@ -117,22 +137,33 @@ class EventStream:
 
     async def _next(self) -> bytes:
         """Events for all that came; a comment after a nudge; empty when text is held back."""
-        answer, events = self._answer, self._events
+        answer = self._answer
         deltas = await answer.stream.take()
         if not deltas:
             return b"" if answer.stream.done else KEEP_ALIVE
         self._taken_s = time.monotonic()
+        if not self._unopened:
+            return self._written(deltas)
         out: list[bytes] = []
         for delta in deltas:
-            choice = answer.choices[delta.index]
-            if choice.ended:  # the overrun of a stop string
-                continue
-            if self._unopened and (position := delta.index // answer.prepared.n) in self._unopened:
+            position = delta.index // answer.prepared.n
+            if position in self._unopened and not answer.choices[delta.index].ended:
                 self._unopened.remove(position)
                 if answer.prepared.shown.echo:  # of a long prompt, that takes a while
                     out.append(await asyncio.to_thread(self._opening, position))
                 else:
                     out.append(self._opening(position))
+            out.append(self._written((delta,)))
+        return b"".join(out)
+
+    def _written(self, deltas: Iterable[Delta]) -> bytes:
+        """Events for news of choices that are open."""
+        answer, events = self._answer, self._events
+        out: list[bytes] = []
+        for delta in deltas:
+            choice = answer.choices[delta.index]
+            if choice.ended:  # the overrun of a stop string
+                continue
             if choice.parser is not None or answer.traced:
                 out += map(self._counted, self._rich(delta))
             elif text := answer.feed(delta):

@@ -106,6 +106,9 @@ class Delta(msgspec.Struct):
     logprobs: list[Logprobs] = []
 
 
+Taker = Callable[[Iterable[Delta]], bool]  # see `TokenStream.hand_to`
+
+
 class TokenStream:
     """The answers to the prompts of one HTTP request, merged per choice until taken.
 
@@ -120,6 +123,7 @@ class TokenStream:
         "_handles",
         "_live",
         "_nudged",
+        "_taker",
         "_waiter",
         "account",
         "arrived_s",
@@ -144,6 +148,7 @@ class TokenStream:
         self._backlog = 0
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: Taker | None = None
         self._nudged = False
         self.closed = False  # tokens that still come are dropped
         self.account: Account | None = None
@@ -189,6 +194,13 @@ class TokenStream:
             raise self._error
         return []
 
+    def hand_to(self, taker: Taker | None) -> None:
+        """While somebody waits in `take`, give news to `taker` instead, at once: that costs less
+        than to wake a task. It says whether it took all of them; else, and where nothing more will
+        come, `take` returns as ever.
+        """
+        self._taker = taker
+
     async def pooled(self) -> list[bytes]:
         """Wait for the vectors of jobs with `pooling`, by prompt: float32, little-endian.
 
@@ -229,6 +241,18 @@ class TokenStream:
             self._waiter.set_result(None)
 
     # ------------------------------------------------------------ called by EngineClient
+
+    def news(self) -> None:
+        """All that one message has for this stream was pushed."""
+        waiter, taker = self._waiter, self._taker
+        if waiter is None or waiter.done():
+            return  # whoever takes has work, and will find it
+        if taker is None or not (self._live and self._deltas) or self._nudged or self._error:
+            waiter.set_result(None)
+        elif taker(self._deltas.values()):
+            self._deltas, self._backlog = {}, 0
+        elif not waiter.done():
+            waiter.set_result(None)
 
     def opened(self, handle: int) -> None:
         self._handles.append(handle)
@@ -285,8 +309,8 @@ class EngineClient:
         self._engine_timeout_s = engine_timeout_s
         self.on_done = on_done
         self.on_view: Callable[[View], None] | None = None  # answers to `look`
-        # Told the seconds from each token of a choice to its next one.
-        self.on_gap: Callable[[float], None] | None = None
+        # Told the seconds from a token of a choice to its next one, and how often that was so.
+        self.on_gap: Callable[[float, int], None] | None = None
         self._handles = itertools.count(1)
         self._routes: dict[int, tuple[TokenStream, int]] = {}  # handle -> stream, first index
         self._encode = msgspec.msgpack.Encoder().encode
@@ -462,7 +486,7 @@ class EngineClient:
     def _deliver(self, out: TokenOut) -> None:
         """Hand one engine message to its streams; wake each stream once."""
         now_s = time.monotonic()
-        touched: set[TokenStream] = set()
+        touched: dict[TokenStream, None] = {}
         routes = self._routes
         for handle, told in out.recorded:
             route = routes.get(handle)
@@ -480,7 +504,8 @@ class EngineClient:
                 stream = route[0]
                 stream.vectors[route[1] // stream.n] = vector.values
                 stream.first_token_s = stream.first_token_s or now_s
-        reports, on_gap = out.logprobs or _NONE, self.on_gap
+        reports = out.logprobs or _NONE
+        befores: dict[float, int] = {}  # when a choice had its token before -> choices
         columns = zip(out.handles, out.choices, out.tokens, reports, strict=False)
         for handle, choice, token, entry in columns:
             route = routes.get(handle)
@@ -491,19 +516,22 @@ class EngineClient:
                     stream.watcher.token(index, token, now_s)
                 if entry is not None:
                     stream.push_logprobs(index, entry)
-                if on_gap is not None:
-                    if before_s := stream.said_s.get(index):
-                        on_gap(now_s - before_s)
-                    stream.said_s[index] = now_s
-                if not stream.first_token_s:
-                    stream.first_token_s = now_s
-                stream.last_token_s = now_s
-                touched.add(stream)
+                said_s = stream.said_s
+                if before_s := said_s.get(index):
+                    befores[before_s] = befores.get(before_s, 0) + 1
+                said_s[index] = now_s
+                touched[stream] = None
+        for stream in touched:
+            stream.first_token_s = stream.first_token_s or now_s
+            stream.last_token_s = now_s
+        if self.on_gap is not None:
+            for before_s, times in befores.items():
+                self.on_gap(now_s - before_s, times)
         for end in out.ends:
             route = routes.get(end.handle)
             if route is not None and not route[0].closed:
                 route[0].push_end(route[1] + end.choice, end)
-                touched.add(route[0])
+                touched[route[0]] = None
         for done in out.dones:
             if done.handle == EVERY:
                 self._fail_all(by_code(done.error, done.message))
@@ -511,11 +539,11 @@ class EngineClient:
             route = routes.pop(done.handle, None)
             if route is not None:
                 route[0].push_done(done)
-                touched.add(route[0])
+                touched[route[0]] = None
                 if self.on_done is not None:
                     self.on_done(route[0], done)
         for stream in touched:
-            stream.wake()
+            stream.news()
 
     def _fail_all(self, error: HeadraceError) -> None:
         """End every stream; no Done will come for any of their handles.

@@ -57,10 +57,10 @@ class BatchedHistogram(Histogram):
         self._buckets[bisect_left(self._upper_bounds, value)].inc(1)
         self._sum.inc(value)
 
-    def note(self, value: float) -> None:
-        """As `observe`; shown after the next `flush`."""
-        self._pending[bisect_left(self._upper_bounds, value)] += 1
-        self._pending_sum += value
+    def note(self, value: float, times: int = 1) -> None:
+        """As `observe`, so many times; shown after the next `flush`."""
+        self._pending[bisect_left(self._upper_bounds, value)] += times
+        self._pending_sum += value * times
         self._noted = True
 
     def flush(self) -> None:

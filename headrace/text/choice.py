@@ -103,6 +103,13 @@ class ChoiceText:
                 self.stop_at = self.n_tokens
         return Piece("".join(out), self.stop_at)
 
+    def say(self, tokens: Sequence[int]) -> str:
+        """As `hear` of a choice that goes on, where its text is that of its tokens alone."""
+        assert self._stops is None and self._trace is None, "what is said must be looked at"
+        self.n_tokens += len(tokens)
+        feed = self._detokenizer.feed
+        return feed(tokens[0]) if len(tokens) == 1 else "".join([feed(token) for token in tokens])
+
     def hear(self, tokens: Sequence[int], end: End | None) -> Heard:
         """News of a choice that has not ended: its next tokens, and how it ended if it did.
 
