@@ -30,7 +30,8 @@ from headrace.api.metering import Meter
 from headrace.api.prepare import Prepared
 from headrace.api.service import Service
 from headrace.api.stream import EventStream
-from headrace.engine.client import EngineClient, Job, TokenStream
+from headrace.engine.client import EngineClient, Job
+from headrace.engine.token_stream import TokenStream
 from headrace.hooks.load import Hooks
 from headrace.messages import Done, End, TokenOut
 from headrace.observe.metrics import ApiMetrics

@@ -14,7 +14,7 @@ from headrace.api.metering import Bill
 from headrace.api.prepare import Prepared
 from headrace.api.record import Full
 from headrace.api.service import Service
-from headrace.engine.client import Delta, TokenStream
+from headrace.engine.token_stream import Delta, TokenStream
 from headrace.errors import RequestFailed
 from headrace.messages import Logprobs
 from headrace.text.choice import ChoiceText

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.beams import BeamRules, BeamSearch
-from headrace.engine.client import Account, Delta, EngineClient, Job, TokenStream
+from headrace.engine.client import EngineClient, Job
+from headrace.engine.token_stream import Account, Delta, TokenStream
 from headrace.errors import HeadraceError, RequestFailed
 from headrace.messages import Done, End, Logprobs
 

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from headrace.api.connection import reset, takes_chunks, write_chunk
 from headrace.api.record import Record
-from headrace.engine.client import TokenStream
+from headrace.engine.token_stream import TokenStream
 from headrace.errors import HeadraceError, TimedOut
 from headrace.observe.tracing import Trace
 

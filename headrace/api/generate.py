@@ -28,7 +28,7 @@ from headrace.api.record import Full
 from headrace.api.schemas import Generation, StreamOptions
 from headrace.api.service import Service, encode_json
 from headrace.api.stream import EventStream, watch_client
-from headrace.engine.client import Account, TokenStream
+from headrace.engine.token_stream import Account, TokenStream
 from headrace.errors import RequestFailed, ShuttingDown
 from headrace.text.parts import Part, Said, Text, said
 

@@ -24,7 +24,7 @@ _ID_BYTES = 40  # of a token of a prompt
 
 
 class Times(Protocol):
-    """When a stream's tokens came: `engine.client.TokenStream`."""
+    """When a stream's tokens came: `engine.token_stream.TokenStream`."""
 
     @property
     def first_token_s(self) -> float: ...
@@ -97,12 +97,12 @@ class Full:
         self.size_bytes += sys.getsizeof(text) + 100 * len(spans)
 
     def token(self, index: int, token: int, now_s: float) -> None:
-        """See `engine.client.Watcher`."""
+        """See `engine.token_stream.Watcher`."""
         if index < self.choices and self._room(len(self.tokens), _TOKEN_BYTES):
             self.tokens.append(Token(token, index, now_s))
 
     def hear(self, told: bytes) -> None:
-        """See `engine.client.Watcher`."""
+        """See `engine.token_stream.Watcher`."""
         if self._room(0, len(told)):
             self.told.append(told)
 

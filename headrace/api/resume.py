@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.event_buffer import EventBuffer
 from headrace.api.exchange import Exchange
-from headrace.engine.client import TokenStream
+from headrace.engine.token_stream import TokenStream
 from headrace.errors import InvalidRequest, NotFound
 
 HEADER = b"x-headrace-stream-id"

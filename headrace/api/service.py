@@ -25,7 +25,8 @@ from headrace.api.resume import Streams
 from headrace.asked import Sampler
 from headrace.config import Settings
 from headrace.draws import parse_defaults
-from headrace.engine.client import EngineClient, TokenStream
+from headrace.engine.client import EngineClient
+from headrace.engine.token_stream import TokenStream
 from headrace.errors import NotFound
 from headrace.grammar.check import Checker
 from headrace.hooks.load import load_hooks

@@ -15,7 +15,7 @@ from headrace.api.errors import CLIENT_GONE, ClientGone, as_ours
 from headrace.api.events import Events
 from headrace.api.exchange import Exchange
 from headrace.api.metering import Bill
-from headrace.engine.client import Delta, TokenStream
+from headrace.engine.token_stream import Delta, TokenStream
 from headrace.observe.metrics import ApiMetrics
 from headrace.text.parts import joined
 

@@ -105,7 +105,8 @@ class ChoiceText:
 
     def say(self, tokens: Sequence[int]) -> str:
         """As `hear` of a choice that goes on, where its text is that of its tokens alone."""
-        assert self._stops is None and self._trace is None, "what is said must be looked at"
+        assert self._stops is None, "stop strings must be looked for"
+        assert self._trace is None, "tokens are accounted for"
         self.n_tokens += len(tokens)
         feed = self._detokenizer.feed
         return feed(tokens[0]) if len(tokens) == 1 else "".join([feed(token) for token in tokens])

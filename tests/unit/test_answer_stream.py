@@ -16,7 +16,8 @@ from headrace.api.chunks import Chunks
 from headrace.api.completions import CompletionChunks
 from headrace.api.prepare import Prepared
 from headrace.api.service import Service
-from headrace.engine.client import Delta, EngineClient, Job, TokenStream
+from headrace.engine.client import EngineClient, Job
+from headrace.engine.token_stream import Delta, TokenStream
 from headrace.errors import RequestFailed
 from headrace.hooks.load import Hooks
 from headrace.messages import Done, End, Reason
@@ -204,7 +205,7 @@ async def test_an_abort_nobody_asked_for_is_not_a_success() -> None:
 
 
 async def test_a_stream_nobody_takes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.client.BACKLOG_TOKENS", 10)
+    monkeypatch.setattr("headrace.engine.token_stream.BACKLOG_TOKENS", 10)
     _, stream, wire = make()
     for _ in range(11):
         stream.push(0, 97)

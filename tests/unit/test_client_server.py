@@ -19,10 +19,11 @@ from prometheus_client import CollectorRegistry
 from headrace.config import Settings
 from headrace.engine import client as client_module
 from headrace.engine import server as server_module
-from headrace.engine.client import Delta, EngineClient, Job, TokenStream
+from headrace.engine.client import EngineClient, Job
 from headrace.engine.loop import Engine
 from headrace.engine.server import Stopper, run
 from headrace.engine.sockets import INBOX, PULSE
+from headrace.engine.token_stream import Delta, TokenStream
 from headrace.errors import EngineDead, NotReady, RequestFailed
 from headrace.messages import Abort, Beat, Done, EngineInfo, Finish, Pulse, Submit
 from tests.unit.engine_double import ScriptedEngine

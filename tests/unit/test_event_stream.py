@@ -19,7 +19,8 @@ from headrace.api.metering import Meter
 from headrace.api.prepare import Prepared, Shown
 from headrace.api.service import Service
 from headrace.api.stream import EventStream
-from headrace.engine.client import EngineClient, Job, TokenStream
+from headrace.engine.client import EngineClient, Job
+from headrace.engine.token_stream import TokenStream
 from headrace.hooks.load import Hooks
 from headrace.messages import Done, End, Sampling
 from headrace.observe.metrics import ApiMetrics
@@ -120,7 +121,9 @@ async def serve(
 
 async def idle(stream: TokenStream, task: asyncio.Task[None]) -> None:
     """The writer waits for news, or has ended."""
-    while not task.done() and (stream._waiter is None or stream._waiter.done()):
+    while not task.done() and (  # noqa: ASYNC110 - a turn of the loop: there is no event for it
+        stream._waiter is None or stream._waiter.done()
+    ):
         await asyncio.sleep(0)
 
 

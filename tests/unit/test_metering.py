@@ -20,7 +20,8 @@ from headrace.api.exchange import Exchange
 from headrace.api.metering import NO_OUTPUT, Bill, Counts, Meter, parameters_of
 from headrace.api.prepare import Prepared
 from headrace.api.stream import EventStream
-from headrace.engine.client import EngineClient, Job, TokenStream
+from headrace.engine.client import EngineClient, Job
+from headrace.engine.token_stream import TokenStream
 from headrace.errors import EngineDead, RequestFailed, SetupError, UsageLogFailed
 from headrace.messages import Done, End, Grammar, Repetition, Rules, Sampling
 from headrace.observe.metrics import ApiMetrics
