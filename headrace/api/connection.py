@@ -200,7 +200,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        cycle.scope[CYCLE] = cycle  # type: ignore[typeddict-unknown-key]
+        cycle.scope[CYCLE] = cycle  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = _unframed(app, cycle)
         super()._start_asgi_task(cycle, app)

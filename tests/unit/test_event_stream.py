@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ from headrace.api.prepare import Prepared, Shown
 from headrace.api.service import Service
 from headrace.api.stream import EventStream
 from headrace.engine.client import EngineClient, Job
-from headrace.engine.token_stream import TokenStream
+from headrace.engine.token_stream import Delta, TokenStream
 from headrace.hooks.load import Hooks
 from headrace.messages import Done, End, Sampling
 from headrace.observe.metrics import ApiMetrics
@@ -195,8 +195,13 @@ async def test_news_wait_for_who_is_not_there() -> None:
     given: list[list[int]] = []
     stream = TokenStream(cast(EngineClient, SimpleNamespace(send_abort=lambda _: None)), 1, 0.0)
     stream.opened(1)
-    stream.hand_to(lambda deltas: bool(given.extend(delta.tokens for delta in deltas)) or willing)
     willing = True
+
+    def taker(deltas: Iterable[Delta]) -> bool:
+        given.extend(delta.tokens for delta in deltas)
+        return willing
+
+    stream.hand_to(taker)
     stream.push(0, 1)
     stream.news()
     assert not given, "nobody waited"
