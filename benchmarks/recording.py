@@ -28,6 +28,7 @@ import argparse
 import asyncio
 import contextlib
 import math
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -362,13 +363,13 @@ def main() -> None:
     parser.add_argument("--only", choices=[bed.name for bed in BEDS])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    began_s = time.monotonic()
+    began_s, load = time.monotonic(), os.getloadavg()[0]
     found: dict[str, Any] = {
         bed.name: measure(bed, args.rounds or bed.rounds, args.seconds)
         for bed in BEDS
         if args.only in (None, bed.name)
     }
-    found["conditions"] = conditions()
+    found["conditions"] = conditions(load_before=f"{load:.2f}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     print(f"{time.monotonic() - began_s:.0f} s, written: {args.out}")
