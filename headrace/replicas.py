@@ -227,4 +227,6 @@ class Replicas:
         elif all(worker.up for worker in workers):
             self._ready = True
             passed_s = time.perf_counter() - self._begun_s
+            if look := self._gateway.page:
+                self._say(f"look: {look}")
             self._say(f"ready in {passed_s:.1f} s: {self._gateway.url}, {len(workers)} replicas")

@@ -19,8 +19,9 @@ import click
 import msgspec
 import uvloop
 
-from headrace.config import flag_of, is_loopback
+from headrace.config import flag_of
 from headrace.errors import ConfigError
+from headrace.gateway import page
 from headrace.gateway.app import Gateway, serve
 from headrace.gateway.board import Board
 from headrace.gateway.discovery import DnsRegistry
@@ -174,8 +175,8 @@ def _serve_one(
 def _say(settings: GatewaySettings, keyed: bool, workers: int, port: int) -> None:
     host = settings.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    if settings.ui and (keyed or is_loopback(host)):
-        print(f"look: {url}/gateway/ui", file=sys.stderr)
+    if look := page.address(url, host, shown=settings.ui, keyed=keyed):
+        print(f"look: {look}", file=sys.stderr)
     print(f"gateway: {url}, {workers} workers", file=sys.stderr, flush=True)
 
 

@@ -41,7 +41,7 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     file = read_fleet(fleet_file) if fleet_file else FleetFile()
     if file.workers:
         raise ConfigError(f"{fleet_file}: the workers are the replicas", param="workers")
-    own: dict[str, Any] = {key: getattr(settings, key) for key in ("host", "port")}
+    own: dict[str, Any] = {key: getattr(settings, key) for key in ("host", "port", "ui")}
     said = {key: value for key, value in own.items() if sources[key].kind != "default"}
     admins = tuple(KeySpec(key=key, admin=True) for key in settings.api_key)
     doorkeeper = Doorkeeper((*file.keys, *admins), file.tiers)

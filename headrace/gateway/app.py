@@ -121,6 +121,12 @@ class Gateway:
         host = self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
+    @property
+    def page(self) -> str:
+        """Where its page is; "" = nowhere."""
+        settings, keyed = self.settings, self.doorkeeper.keyed
+        return page.address(self.url, settings.host, shown=settings.ui, keyed=keyed)
+
     # ------------------------------------------------------------ life
 
     async def run(self, sock: socket.socket, ready: Callable[[Gateway], None]) -> None:

@@ -7,6 +7,7 @@ programs of this machine alone.
 
 from __future__ import annotations
 
+from headrace.config import is_loopback
 from headrace.gateway.connection import Request
 from headrace.gateway.siblings import Answering
 from headrace.web_page import Sent, check_visitor, document, file_of
@@ -23,6 +24,11 @@ KEYS = "[[keys]]"  # how an operator gets them
 def is_page(path: str) -> bool:
     """Whether a path is the page's own: no key is asked for there."""
     return path == PATH or path.startswith(PATH + "/")
+
+
+def address(url: str, host: str, *, shown: bool, keyed: bool) -> str:
+    """Where a browser finds the page of the gateway at `url`; "" = it shows none."""
+    return url + PATH if shown and (keyed or is_loopback(host)) else ""
 
 
 def check(host: str, keyed: bool, request: Request) -> None:

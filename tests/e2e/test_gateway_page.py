@@ -9,19 +9,18 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from headrace.gateway.app import Gateway
-from headrace.gateway.registry import StaticRegistry
+from headrace.gateway.registry import Apply, StaticRegistry
 from headrace.gateway.settings import WorkerSpec
 from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
 from tests.devices import WITHOUT_BROWSER
 from tests.e2e.browser import browser, visit
 from tests.e2e.serve_process import ServeProcess
-from tests.e2e.serving import PATIENCE_S
 from tests.e2e.test_page_use import ALL, check
 from tests.unit.gateway_rig import Asked, Mock, Out, answer_well, gateway, usage_of
 
@@ -32,7 +31,13 @@ KEYS = (
     KeySpec(key="boss", tenant="boss", admin=True),
     KeySpec(key="anna", tenant="anna", tier="paid"),
 )
-TIERS = {"paid": TierSpec(requests_per_min=600, tokens_per_min=100_000, parallel=9, priority=-1)}
+LONG_S = 600.0  # nothing is over before a test on a slow machine is
+PAID = TierSpec(
+    requests_per_min=600, tokens_per_min=100_000, parallel=9, priority=-1, queue_s=LONG_S
+)
+TIERS = {"paid": PAID}
+# Gateway and workers share a thread: one that waits for the processor is not taken for a hung one.
+CALM = {"check_timeout_s": LONG_S, "hung_after_s": LONG_S, "starve_s": LONG_S}
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +57,12 @@ class Fleet:
     def inside(self, call: Callable[[], Any]) -> Any:
         """Do something in the gateway's thread."""
         done: asyncio.Future[Any] = asyncio.run_coroutine_threadsafe(_called(call), self._loop)  # type: ignore[assignment]
-        return done.result(PATIENCE_S)  # type: ignore[call-arg]
+        return done.result(LONG_S)  # type: ignore[call-arg]
 
     def ask(
         self, method: str, path: str, body: Any = None, **headers: str
     ) -> tuple[int, dict[str, Any]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG_S)
         try:
             sent = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, None if body is None else json.dumps(body), sent)
@@ -82,23 +87,22 @@ async def _called(call: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def fleet(*workers: Mock, real: str = "", **options: Any) -> Iterator[Fleet]:
-    """A gateway before mocks, or before one real server."""
-    ready, end = threading.Event(), threading.Event()
+def fleet(*workers: Mock, **options: Any) -> Iterator[Fleet]:
+    """A gateway before these workers, or those of `registry`, in a thread of its own."""
+    ready = threading.Event()
     made: list[Fleet] = []
+    end: list[Callable[[], Any]] = []
     failed: list[BaseException] = []
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        end_soon.append(lambda: loop.call_soon_threadsafe(ended.set))
-        async with _mocks(workers):
-            if real:
-                options["registry"] = StaticRegistry([WorkerSpec(url=real)])
-            async with gateway(*workers, **options) as running:
-                made.append(Fleet(loop, running))
-                ready.set()
-                await ended.wait()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        async with _mocks(workers), gateway(*workers, **CALM, **options) as running:
+            if running.lint is not None:
+                running.lint._clock = lambda: 0.0  # else a slow machine would sample
+            made.append(Fleet(loop, running))
+            end.append(lambda: loop.call_soon_threadsafe(ended.set))
+            ready.set()
+            await ended.wait()
 
     def thread() -> None:
         try:
@@ -107,22 +111,19 @@ def fleet(*workers: Mock, real: str = "", **options: Any) -> Iterator[Fleet]:
             failed.append(error)
         finally:
             ready.set()
-            end.set()
 
-    end_soon: list[Callable[[], Any]] = []
     running = threading.Thread(target=thread)
     running.start()
+    ready.wait()
     try:
-        assert ready.wait(PATIENCE_S)
         if made:
             yield made[0]
     finally:
-        for call in end_soon:
-            if running.is_alive():
-                call()
-        running.join(PATIENCE_S)
-    if failed:
-        raise failed[0]
+        for call in end:
+            call()
+        running.join()
+        for error in failed:
+            raise error
 
 
 @asynccontextmanager
@@ -242,22 +243,56 @@ def test_prompts_that_part_early(chromium: Browser, excerpts: bool) -> None:
             assert (f"16:0{found['seen']}:00Z" in shown[2]) is excerpts
             assert page.evaluate("window.pwned") is None
             check(page, "lint", None, ALL)
-            part.get_by_role("link").click()
-            expect(page.locator("#view-decision[data-of='r3']")).to_be_visible()
+            part.get_by_role("link").focus()
+            assert made.chat(f"It is 2026-11-28. {LONG}", "r4", authorization="Bearer anna") == 200
+            expect(page.locator("#view-lint[data-looked='5']")).to_be_visible()
+            link = part.get_by_role("link").first
+            expect(link).to_be_focused()  # though the table is another one
+            page.keyboard.press("Enter")
+            expect(page.locator("#view-decision[data-of='r4']")).to_be_visible()
+
+
+class Name:
+    """A DNS name that is not answered any more."""
+
+    url, targets, why = "dns://workers.example:80", ("a", "b"), HOSTILE
+    counts: ClassVar[dict[str, int]] = {}
+
+    def age_s(self, now_s: float) -> float:
+        return 5.0
+
+
+class OfAName:
+    """The registry of two workers that a name stood for; each takes one request."""
+
+    names = (Name(),)
+
+    def __init__(self, workers: list[Mock]) -> None:
+        self._workers = workers
+
+    def start(self, apply: Apply) -> None:
+        apply([WorkerSpec(url=worker.url, max_requests=1) for worker in self._workers])
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def test_the_fleet_as_the_gateway_says(chromium: Browser) -> None:
-    hold: list[threading.Event] = [threading.Event()]
+    hold = threading.Event()
 
     async def held(asked: Asked, out: Out) -> None:
-        await asyncio.to_thread(hold[0].wait, PATIENCE_S)
+        await asyncio.to_thread(hold.wait)
         await answer_well(asked, out)
 
     one, two = Mock(held), Mock(held)
     doorkeeper = Doorkeeper(KEYS, TIERS)
+    registry = OfAName([one, two])
     anna = {"authorization": "Bearer anna"}
     boss = {"authorization": "Bearer boss"}
-    with fleet(one, two, doorkeeper=doorkeeper, max_requests=1) as made:
+    with fleet(one, two, doorkeeper=doorkeeper, registry=registry) as made:
         calls = [
             threading.Thread(target=made.chat, args=(HOSTILE, f"r{i}"), kwargs=anna)
             for i in range(5)
@@ -277,29 +312,32 @@ def test_the_fleet_as_the_gateway_says(chromium: Browser) -> None:
                 left = made.get("/gateway/tenants", **boss)["tenants"][0]["requests_per_min"]
                 assert left["limit"] == 600
                 expect(first).to_contain_text("of 600")
-                workers = page.locator("#workers tbody tr")
+                workers = page.locator("#workers table").first.locator("tbody tr")
                 told = {row["name"]: row for row in made.get("/gateway/workers", **boss)["workers"]}
                 for shown in cells(workers):
                     worker = told[shown[0]]
                     assert shown[1:4] == ["up", "closed", "FALLBACK"]
                     assert shown[4:6] == ["1 of 1", "1"]
                     assert shown[8] == str(worker["pending_tokens"])
+                told_name = page.locator("#workers table").last.locator("tbody td")
+                assert told_name.all_inner_texts()[:2] == ["dns://workers.example:80", "2"]
+                assert told_name.last.inner_text() == HOSTILE
                 made.ask("POST", "/gateway/drain", {"worker": one.url, "drain": True}, **boss)
                 expect(workers.filter(has_text=one.url)).to_contain_text("draining")
+                made.ask("POST", "/gateway/drain", {"worker": one.url, "drain": False}, **boss)
+                expect(workers.filter(has_text=one.url).locator("td").nth(1)).to_have_text("up")
                 breaker = made.made.fleet.workers[two.url].breaker
                 for _ in range(5):
                     made.inside(partial(breaker.failed, 1e12))
                 expect(workers.filter(has_text=two.url)).to_contain_text("open")
                 made.inside(breaker.succeeded)
-                made.ask("POST", "/gateway/drain", {"worker": one.url, "drain": False}, **boss)
-                expect(workers.filter(has_text=one.url).locator("td").nth(1)).to_have_text("up")
                 assert page.evaluate("window.pwned") is None
-                hold[0].set()
+                hold.set()
                 expect(page.locator("#queue")).to_contain_text("0 of at most")
         finally:
-            hold[0].set()
+            hold.set()
             for call in calls:
-                call.join(PATIENCE_S)
+                call.join()
 
 
 def unlock(page: Page) -> None:
@@ -317,7 +355,7 @@ def test_cached_tokens_that_a_real_engine_confirms(
     chromium: Browser, default_server: ServeProcess
 ) -> None:
     model = "smollm2-135m-instruct"
-    with fleet(real=default_server.url) as made:
+    with fleet(registry=StaticRegistry([WorkerSpec(url=default_server.url)])) as made:
         body = {"model": model, "prompt": LONG, "max_tokens": 1, "temperature": 0}
         for i in range(2):
             status, said = made.ask("POST", "/v1/completions", body, x_request_id=f"real-{i}")

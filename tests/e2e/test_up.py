@@ -79,6 +79,7 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
             if found := re.search(r"^ready in [\d.]+ s: (http://\S+), 2 replicas$", line):
                 url = found[1]
         assert url, said
+        assert f"look: {url}/gateway/ui\n" in said
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         with client, pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="other").models.list()

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from headrace.gateway.app import Gateway
 from headrace.gateway.board import Board
 from headrace.gateway.console import joined
 from headrace.gateway.divergence import common, cut, diverge, place_of
@@ -440,6 +442,17 @@ async def forgets(asked: Asked, out: Out) -> None:
     await out.json({"choices": [], "usage": usage_of(1000, 2, 0)})
 
 
+def looks_at_all(made: Gateway) -> Lint:
+    """Its lint, whose looks cost nothing: a slow machine would sample."""
+    assert made.lint is not None
+    made.lint._clock = lambda: 0.0
+    return made.lint
+
+
+def looked(lint: Lint, count: int) -> bool:
+    return bool(lint.tell()["tenants"][0]["looked"] == count)
+
+
 async def said_by(port: int, path: str = "/gateway/lint") -> dict[str, Any]:
     reply = await get(port, path, HERE)
     assert reply.status == 200, reply.body
@@ -449,11 +462,10 @@ async def said_by(port: int, path: str = "/gateway/lint") -> dict[str, Any]:
 @pytest.mark.parametrize("excerpts", [False, True])
 async def test_the_route_and_the_metrics(excerpts: bool) -> None:
     async with Mock(forgets) as one, gateway(one, lint_excerpts=excerpts) as made:
+        lint = looks_at_all(made)
         for i in range(4):
             body = chat(f"The secret is {an_id(i)}. {STAYS}", stream=False)
             await call(made.port, body, headers={"x-request-id": f"r{i}"})
-        lint = made.lint
-        assert lint is not None
         await until(lambda: lint.tell()["tenants"][0]["looked"] == 4, "all are looked at")
         said = await said_by(made.port)
         (row,) = said["tenants"]
@@ -478,10 +490,9 @@ async def test_streams_are_looked_at_too_and_it_can_be_off() -> None:
         await out.end()
 
     async with Mock(streams) as one, gateway(one) as made:
+        lint = looks_at_all(made)
         for i in range(2):
             await call(made.port, chat(f"Now {i:02}:00. {STAYS}", stream=True))
-        lint = made.lint
-        assert lint is not None
         await until(lambda: lint.tell()["tenants"][0]["looked"] == 2, "both are looked at")
         (row,) = (await said_by(made.port))["tenants"]
         assert [one["kind"] for one in row["findings"]] == ["time"]
@@ -499,15 +510,13 @@ async def test_one_answer_of_several_processes(tmp_path: Path) -> None:
         gateway(one, siblings=first, board=boards[0]) as a,
         gateway(one, siblings=second, board=boards[1]) as b,
     ):
+        lints = [looks_at_all(made) for made in (a, b)]
         for i in range(6):
             body = chat(f"Now {i:02}:00. {STAYS}")
             await call((a, b)[i % 2].port, body, headers={"x-request-id": f"r{i}"})
-        lints = [made.lint for made in (a, b)]
-        assert lints[0] is not None
-        assert lints[1] is not None
         for lint in lints:
-            await until(lambda lint=lint: lint.tell()["tenants"][0]["looked"] == 3, "looked")  # type: ignore[misc]
-        alone = [lint.tell()["tenants"][0] for lint in lints if lint is not None]
+            await until(partial(looked, lint, 3), "all are looked at")
+        alone = [lint.tell()["tenants"][0] for lint in lints]
         for made in (a, b):
             (row,) = (await said_by(made.port))["tenants"]
             assert (row["requests"], row["looked"], row["prompt_tokens"]) == (6, 6, 6000)

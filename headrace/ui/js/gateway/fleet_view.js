@@ -2,7 +2,7 @@
 import { block, el, table } from "../dom.js";
 import { count, ms, percent } from "../format.js";
 import { multiples } from "../multiples.js";
-import { fleet, history, KEPT } from "./watch.js";
+import { fleet, history, KEPT, moment } from "./watch.js";
 import { nameOf } from "./words.js";
 
 const FIGURES = [
@@ -26,9 +26,9 @@ export function startFleetView(box) {
     block("Queue", "requests that wait here until a worker has room", queue),
     block("Tenants", "what each may still take, and what it got", tenants),
   );
+  moment.watch(plots.show);
   fleet.watch((now) => {
     policy.textContent = `policy ${now.policy}`;
-    plots.show(now);
     workers.replaceChildren(workersTable(now.workers), ...namesTable(now.names));
     queue.replaceChildren(...queueTable(now.queue));
     tenants.replaceChildren(...tenantsTable(now));

@@ -15,8 +15,15 @@ export function startLintView(box) {
   box.append(el("h2", { text: "Prefix lint" }), about, tenants);
   lint.watch((said) => {
     box.dataset.looked = String(sum(said, "looked"));
+    const focused = document.activeElement?.dataset.key;
     tenants.replaceChildren(...view(said));
+    if (focused) linkOf(tenants, focused)?.focus();
   });
+}
+
+/** The link to the newest request of a finding, also when that is another one. */
+function linkOf(box, key) {
+  return [...box.querySelectorAll("a")].find((one) => one.dataset.key === key);
 }
 
 function sum(said, name) {
@@ -40,14 +47,14 @@ function tenantOf(one, excerpts) {
       ["lost by order", one.lost_tokens ? `${count(one.lost_tokens)}, ${percent(share)}` : "0"],
     ]),
     one.findings.length
-      ? findings(one.findings, excerpts)
+      ? findings(one.findings, excerpts, one.name)
       : el("p", { class: "label", text: "Nothing found." }),
   );
   node.dataset.tenant = one.name;
   return node;
 }
 
-function findings(rows, excerpts) {
+function findings(rows, excerpts, tenant) {
   const most = Math.max(...rows.map((one) => one.lost_tokens));
   const made = rows.map((one) => {
     const [what, advice] = kindOf(one.kind);
@@ -63,6 +70,7 @@ function findings(rows, excerpts) {
       one.model || "any",
       el("a", {
         href: `#/decision/${encodeURIComponent(one.request)}`,
+        "data-key": JSON.stringify([tenant, one.model, one.place, one.kind]),
         text: clock(one.last_s),
         "aria-label": `newest request, ${clock(one.last_s)}`,
       }),

@@ -9,7 +9,7 @@ import { startFleetView } from "./fleet_view.js";
 import { startLintView } from "./lint_view.js";
 import { startNewestList } from "./newest_list.js";
 import { place, VIEWS } from "./route.js";
-import { fleet, look, startWatch, trouble } from "./watch.js";
+import { look, moment, startWatch, trouble } from "./watch.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -44,7 +44,7 @@ function startPulse(bar) {
     bar.append(el("div", {}, el("dt", { text: name }), value));
     return [value, read];
   });
-  fleet.watch((now) => {
+  moment.watch((now) => {
     for (const [value, read] of shown) value.textContent = count(read(now));
   });
   trouble.watch((words) => (byId("link").textContent = words));

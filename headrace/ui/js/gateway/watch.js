@@ -7,7 +7,9 @@ const REST_MS = 1000; // between looks
 export const LIMIT = 50;
 export const KEPT = 120; // moments in the small plots: two minutes
 
-/** {workers, names, policy, queue, tenants, known}, or null before the first look. */
+/** {workers, names, policy, queue, tenants, known} at every look, or null before the first. */
+export const moment = cell(null);
+/** The same, told when something is another. */
 export const fleet = cell(null);
 /** The newest decisions, newest first. */
 export const newest = cell([]);
@@ -19,7 +21,7 @@ export const chosen = cell({});
 export const lint = cell(null);
 /** "", or why nothing new is known. */
 export const trouble = cell("");
-/** The last KEPT values of `fleet`. */
+/** The last KEPT moments. */
 export const history = [];
 
 let looking = false;
@@ -64,22 +66,28 @@ async function lookOnce() {
     const now = { ...workers, queue, ...tenants };
     history.push(now);
     if (history.length > KEPT) history.shift();
-    fleet.set(now);
-    if (only === silent.value) newest.set(decisions.decisions);
+    moment.set(now);
+    setIfOther(fleet, now);
+    if (only === silent.value) setIfOther(newest, decisions.decisions);
     trouble.set("");
   } catch (error) {
     trouble.set(error.status ? error.message : "the gateway does not answer");
   }
 }
 
+/** What is shown stays in the document while nothing of it changes. */
+function setIfOther(target, value) {
+  if (JSON.stringify(target.value) !== JSON.stringify(value)) target.set(value);
+}
+
 /** Only while it is shown. */
 async function lookAtLint() {
   if (place.value.view !== "lint") return;
   try {
-    lint.set(await getJson(`lint?limit=${LIMIT}`));
+    setIfOther(lint, await getJson(`lint?limit=${LIMIT}`));
   } catch (error) {
     if (error.status !== 404) throw error;
-    lint.set({ problem: error.message });
+    setIfOther(lint, { problem: error.message });
   }
 }
 
