@@ -242,12 +242,13 @@ def test_prompts_that_part_early(chromium: Browser, excerpts: bool) -> None:
             assert shown[-2] == str(found["lost_tokens"])
             assert (f"16:0{found['seen']}:00Z" in shown[2]) is excerpts
             assert page.evaluate("window.pwned") is None
-            check(page, "lint", None, ALL)
+            if excerpts:
+                check(page, "lint", None, ALL)
             part.get_by_role("link").focus()
-            assert made.chat(f"It is 2026-11-28. {LONG}", "r4", authorization="Bearer anna") == 200
+            text = f"{HOSTILE} It is 2026-11-28T16:09:00Z. {LONG}"
+            assert made.chat(text, "r4", authorization="Bearer anna") == 200
             expect(page.locator("#view-lint[data-looked='5']")).to_be_visible()
-            link = part.get_by_role("link").first
-            expect(link).to_be_focused()  # though the table is another one
+            expect(part.get_by_role("link")).to_be_focused()  # though the table is another one
             page.keyboard.press("Enter")
             expect(page.locator("#view-decision[data-of='r4']")).to_be_visible()
 
