@@ -37,7 +37,7 @@ PAID = TierSpec(
 )
 TIERS = {"paid": PAID}
 # Gateway and workers share a thread: one that waits for the processor is not taken for a hung one.
-CALM = {"check_timeout_s": LONG_S, "hung_after_s": LONG_S, "starve_s": LONG_S}
+CALM: dict[str, Any] = {"check_timeout_s": LONG_S, "hung_after_s": LONG_S, "starve_s": LONG_S}
 
 
 @pytest.fixture(scope="module")
