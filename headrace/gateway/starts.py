@@ -20,12 +20,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.children import die_with_parent
+from headrace.children import FIRST_PAUSE_S, LAST_PAUSE_S, die_with_parent
 
 log = logging.getLogger("headrace.gateway")
 
 State = Literal["cold", "starting", "running", "failed"]
-FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0  # until a failed one is tried again
 KILL_AFTER_S = 45.0  # a worker drains first; its own deadlines are shorter
 SETUP = 2  # exit code: what it was asked cannot be
 
