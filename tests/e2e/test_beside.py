@@ -55,8 +55,7 @@ def test_a_plan_of_the_default_model_and_its_server(default_server: ServeProcess
     assert (one["kind"], one["batch"], four["batch"], prompt["kind"]) == ("decode", 1, 4, "prefill")
     # A step of one sequence reads the weights; a step of four those too, and more of the cache.
     reads_s = plan["step_weight_bytes"] / plan["device"]["read_bytes_per_s"]
-    assert one["limit_s"] == pytest.approx(reads_s, rel=0.05)
-    assert one["limit_s"] <= four["limit_s"]
+    assert reads_s < one["limit_s"] < four["limit_s"]
     for row in beside:
         assert row["tokens"] >= 20
         assert row["share"] == pytest.approx(row["limit_s"] / row["measured_s"])
