@@ -98,7 +98,13 @@ class Gateway:
             excerpts, linted = settings.lint_excerpts, self.metrics.linted
             self.lint = Lint(settings.lint_bytes, excerpts=excerpts, found=linted)
         self.console = Console(
-            settings, self.fleet, self.queue, doorkeeper, self.decisions, self.lint
+            settings,
+            self.fleet,
+            self.queue,
+            doorkeeper,
+            self.decisions,
+            self.lint,
+            self.metrics,
         )
         self._pumping = False
         self.draining = False

@@ -15,8 +15,10 @@ import msgspec
 
 from headrace.errors import InvalidRequest, NotFound
 from headrace.gateway.decisions import Decisions
+from headrace.gateway.event_feed import State
 from headrace.gateway.fleet import Fleet
 from headrace.gateway.lint import Lint
+from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.queue import Queue
 from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.tenants import Doorkeeper, Tenant
@@ -24,6 +26,8 @@ from headrace.gateway.worker import Worker
 
 Said = dict[str, Any]
 MOST_ROWS = 1000
+STATES: tuple[State, ...] = ("exact", "degraded", "fallback")
+OUTCOMES = ("equal", "under", "over", "silent_misses")
 ROWS = 50  # unless the query says otherwise
 
 
@@ -38,15 +42,18 @@ class Console:
         doorkeeper: Doorkeeper,
         decisions: Decisions,
         lint: Lint | None,
+        metrics: GatewayMetrics,
     ) -> None:
         self._settings, self._fleet, self._queue = settings, fleet, queue
         self._doorkeeper, self._decisions, self._lint = doorkeeper, decisions, lint
+        self._metrics = metrics
         self.routes: dict[str, Callable[[bytes], Said]] = {
             "/gateway/workers": self._workers,
             "/gateway/queue": self._waiting,
             "/gateway/tenants": self._tenants,
             "/gateway/decisions": self._newest,
             "/gateway/lint": self._linted,
+            "/gateway/predictions": self._predicted,
         }
 
     def tell(self, target: bytes) -> Said:
@@ -131,6 +138,18 @@ class Console:
         said = self._lint.tell()
         return {**said, "tenants": said["tenants"][:limit]}
 
+    def _predicted(self, query: bytes) -> Said:
+        """Since the start."""
+        _asked(query)
+        states: dict[str, dict[str, int]] = {state: dict.fromkeys(OUTCOMES, 0) for state in STATES}
+        for (state, outcome), number in self._metrics.predictions.values.items():
+            states[state][outcome] = int(number)
+        for (state,), number in self._metrics.misses.values.items():
+            states[state]["silent_misses"] = int(number)
+        kinds = ("prompt", "cached", "predicted_cached")
+        tokens = {kind: int(self._metrics.tokens.values.get((kind,), 0)) for kind in kinds}
+        return {"states": states, "tokens": tokens}
+
 
 def _asked(query: bytes, *known: str) -> dict[str, str]:
     """The query's fields. Raises InvalidRequest for one that is not known."""
@@ -199,6 +218,17 @@ def _one_list_of_decisions(said: Sequence[Said], query: bytes) -> Said:
     return {"decisions": rows[: _limit(_asked(query, "limit", "silent"))]}
 
 
+def _one_list_of_predictions(said: Sequence[Said], query: bytes) -> Said:
+    whole = said[0]
+    for one in said[1:]:
+        for state, counts in one["states"].items():
+            for outcome, number in counts.items():
+                whole["states"][state][outcome] += number
+        for kind, number in one["tokens"].items():
+            whole["tokens"][kind] += number
+    return whole
+
+
 def _one_lint(said: Sequence[Said], query: bytes) -> Said:
     tenants: dict[str, Said] = {}
     for row in (row for one in said for row in one["tenants"]):
@@ -235,4 +265,5 @@ JOINED: dict[str, Callable[[Sequence[Said], bytes], Said]] = {
     "/gateway/tenants": _one_list_of_tenants,
     "/gateway/decisions": _one_list_of_decisions,
     "/gateway/lint": _one_lint,
+    "/gateway/predictions": _one_list_of_predictions,
 }

@@ -17,7 +17,9 @@ FILES = PATH + "/files/"
 DOCUMENT = "gateway.html"
 # What the page alone shows. /gateway/workers and /gateway/decisions/ID are older than it and need
 # no name of this machine.
-DATA = frozenset({"/gateway/decisions", "/gateway/lint", "/gateway/queue", "/gateway/tenants"})
+DATA = frozenset(
+    f"/gateway/{name}" for name in ("decisions", "lint", "predictions", "queue", "tenants")
+)
 KEYS = "[[keys]]"  # how an operator gets them
 
 

@@ -205,6 +205,10 @@ def test_misses_that_were_silent(chromium: Browser) -> None:
         with visit(chromium, made.url) as seen:
             page = seen.page
             expect(page.locator(".ring-row")).to_have_count(3)
+            told = made.get("/gateway/predictions")["states"]["fallback"]
+            assert told["silent_misses"] == 1
+            counts = [str(number) for number in told.values()]
+            assert cells(page.locator("#predictions tbody tr"))[-1] == ["FALLBACK", *counts]
             page.get_by_label("silent misses alone").check()
             expect(page.locator(".ring-row")).to_have_count(1)
             view = open_decision(page, "r2")

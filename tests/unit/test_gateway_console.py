@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.errors import InvalidRequest
+from headrace.gateway.app import Gateway
 from headrace.gateway.board import Board
+from headrace.gateway.console import JOINED, joined
 from headrace.gateway.policy import POLICIES
+from headrace.gateway.registry import StaticRegistry
+from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
 from headrace.gateway.terms import TERMS, Decided, terms_of
@@ -133,6 +139,43 @@ async def test_the_newest_decisions_and_misses_that_were_silent() -> None:
         assert [row["id"] for row in rows] == ["again"]
 
 
+async def finds(asked: Asked, out: Out) -> None:
+    """As many cached tokens as the prompt names."""
+    named = int(asked.json()["messages"][0]["content"].split()[-1])
+    await out.json({"choices": [], "usage": usage_of(1000, 2, named)})
+
+
+async def test_how_predictions_did() -> None:
+    async with Mock(finds) as one, gateway(one) as made:
+        for found in (0, 10, 5000, 0, 1):
+            await call(made.port, chat(f"{LONG} {found}"))
+        rows = (await look(made.port, "/gateway/decisions")).json()["decisions"]
+        said = (await look(made.port, "/gateway/predictions")).json()
+        predicted = [row["cached_tokens"]["predicted"] for row in reversed(rows)]
+        assert predicted[0] == 0 < 128 < min(predicted[1:]) < 5000
+        assert said["states"]["fallback"] == {
+            "equal": 1,
+            "under": 1,
+            "over": 3,
+            "silent_misses": 1,
+        }
+        assert not any(said["states"]["exact"].values())
+        assert said["tokens"] == {
+            "prompt": 5000,
+            "cached": 5011,
+            "predicted_cached": sum(predicted),
+        }
+
+
+@given(target=st.binary(max_size=40))
+def test_any_query_is_answered_or_refused(target: bytes) -> None:
+    console = Gateway(GatewaySettings(), StaticRegistry(()), Doorkeeper((), {})).console
+    for path in console.routes:
+        with suppress(InvalidRequest):
+            told = console.tell(path.encode() + b"?" + target)
+            assert joined(path.encode(), [told]) if path in JOINED else told
+
+
 @pytest.mark.parametrize(
     ("path", "param"),
     [
@@ -229,6 +272,9 @@ async def test_one_answer_of_several_processes(tmp_path: Path) -> None:
             alone = [some.queue.served_of("") for some in (a, b)]
             assert tenant["served_tokens"] == sum(alone) > max(alone)
             assert (await look(made.port, "/gateway/queue")).json()["most"] == 2048
+            told = (await look(made.port, "/gateway/predictions")).json()
+            assert told["tokens"]["prompt"] == 40
+            assert told["states"]["fallback"]["equal"] == 4
             refused = await look(made.port, "/gateway/decisions?limit=0")
             assert refused.status == 400
     for board in boards:
@@ -258,7 +304,8 @@ async def test_the_page_and_all_that_it_names() -> None:
         assert (await call(made.port, None, "/gateway/ui", HERE)).status == 405
 
 
-DATA = ("/gateway/decisions", "/gateway/lint", "/gateway/queue", "/gateway/tenants")
+DATA = tuple(f"/gateway/{name}" for name in ("decisions", "lint", "queue", "tenants"))
+DATA += ("/gateway/predictions",)
 
 
 @pytest.mark.parametrize(

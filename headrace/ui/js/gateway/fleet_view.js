@@ -18,12 +18,14 @@ export function startFleetView(box) {
   const policy = el("span", { class: "label" });
   const workers = el("div", { id: "workers" });
   const queue = el("div", { id: "queue" });
+  const predictions = el("div", { id: "predictions" });
   const tenants = el("div", { id: "tenants" });
   box.append(
     el("h2", {}, "Fleet ", policy),
     plots.node,
     block("Workers", "", workers),
     block("Queue", "requests that wait here until a worker has room", queue),
+    block("Predictions", "cached tokens against what engines then found", predictions),
     block("Tenants", "what each may still take, and what it got", tenants),
   );
   moment.watch(plots.show);
@@ -31,6 +33,7 @@ export function startFleetView(box) {
     policy.textContent = `policy ${now.policy}`;
     workers.replaceChildren(workersTable(now.workers), ...namesTable(now.names));
     queue.replaceChildren(...queueTable(now.queue));
+    predictions.replaceChildren(...predictionsTable(now.predictions));
     tenants.replaceChildren(...tenantsTable(now));
   });
 }
@@ -114,6 +117,25 @@ function queueTable(queue) {
   ]);
   const titles = ["tier", "#priority", "tenant", "model", "#waiting", "#oldest"];
   return [about, table("Queue by tier and tenant", titles, rows)];
+}
+
+function predictionsTable({ states, tokens }) {
+  const rows = Object.entries(states).map(([state, counts]) => [
+    state.toUpperCase(),
+    count(counts.equal),
+    count(counts.under),
+    count(counts.over),
+    counts.silent_misses
+      ? el("strong", { class: "problem", text: count(counts.silent_misses) })
+      : "0",
+  ]);
+  const titles = ["index", "#as predicted", "#more found", "#fewer found", "#silent misses"];
+  const share = tokens.prompt ? percent(tokens.cached / tokens.prompt) : "–";
+  const about = `Since the start: ${count(tokens.prompt)} prompt tokens, engines found ${share}`;
+  return [
+    el("p", { class: "label", text: `${about}; ${count(tokens.predicted_cached)} were predicted` }),
+    table("Predictions by what is known of a worker's cache", titles, rows),
+  ];
 }
 
 function tenantsTable(now) {

@@ -7,7 +7,7 @@ const REST_MS = 1000; // between looks
 export const LIMIT = 50;
 export const KEPT = 120; // moments in the small plots: two minutes
 
-/** {workers, names, policy, queue, tenants, known} at every look, or null before the first. */
+/** {workers, names, policy, queue, predictions, tenants, known} at every look; null before. */
 export const moment = cell(null);
 /** The same, told when something is another. */
 export const fleet = cell(null);
@@ -55,15 +55,16 @@ export async function look() {
 async function lookOnce() {
   try {
     const only = silent.value;
-    const [workers, queue, tenants, decisions] = await Promise.all([
+    const [workers, queue, predictions, tenants, decisions] = await Promise.all([
       getJson("workers"),
       getJson("queue"),
+      getJson("predictions"),
       getJson(`tenants?limit=${LIMIT}`),
       getJson(`decisions?limit=${LIMIT}&silent=${only ? 1 : 0}`),
       lookAtChosen(),
       lookAtLint(),
     ]);
-    const now = { ...workers, queue, ...tenants };
+    const now = { ...workers, queue, predictions, ...tenants };
     history.push(now);
     if (history.length > KEPT) history.shift();
     moment.set(now);
