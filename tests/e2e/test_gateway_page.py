@@ -318,6 +318,8 @@ def test_the_fleet_as_the_gateway_says(chromium: Browser) -> None:
                 assert left["limit"] == 600
                 expect(first).to_contain_text("of 600")
                 workers = page.locator("#workers table").first.locator("tbody tr")
+                for at in range(2):
+                    expect(workers.nth(at).locator("td").nth(4)).to_have_text("1 of 1")
                 told = {row["name"]: row for row in made.get("/gateway/workers", **boss)["workers"]}
                 for shown in cells(workers):
                     worker = told[shown[0]]

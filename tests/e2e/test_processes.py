@@ -46,8 +46,8 @@ def crowd(
     server: Server, streams: int, wholes: int, body: dict[str, Any]
 ) -> Iterator[tuple[list[Open], list[Future[tuple[int, dict[str, str], bytes]]]]]:
     """Running streams, and whole answers that wait in threads."""
-    with ThreadPoolExecutor(max(1, wholes)) as pool:
-        opened = [Open(server, body) for _ in range(streams)]
+    with ThreadPoolExecutor(streams + wholes) as pool:
+        opened = list(pool.map(lambda _: Open(server, body), range(streams)))
         waiting = [pool.submit(server.request, "POST", TEXT, body) for _ in range(wholes)]
         total = streams + wholes
         server.wait(lambda: server.metric("headrace_requests_running") == total, "all running")
@@ -60,8 +60,8 @@ def code_of(raw: bytes) -> str:
 
 def test_sigterm_lets_streams_end_and_admits_nothing() -> None:
     """Combinations: SIGTERM during 20 streams."""
-    body = {**LONG, "max_tokens": 200}
-    with Server(fake_step_ms=10.0, shutdown_timeout_s=25.0) as server:
+    body = {**LONG, "max_tokens": 400}
+    with Server(fake_step_ms=10.0, shutdown_timeout_s=60.0) as server:
         with crowd(server, 20, 2, body) as (streams, wholes):
             server.apis[0].send_signal(signal.SIGTERM)
             server.wait(lambda: server.get("/ready")[0] == 503, "not ready")
@@ -74,7 +74,7 @@ def test_sigterm_lets_streams_end_and_admits_nothing() -> None:
             for whole in wholes:
                 status, _, raw = whole.result()
                 assert status == 200
-                assert json.loads(raw)["usage"]["completion_tokens"] == 200
+                assert json.loads(raw)["usage"]["completion_tokens"] == 400
         assert server.apis[0].wait(PATIENCE_S) == 0
         assert server.engine.poll() is None
         server.engine.send_signal(signal.SIGTERM)

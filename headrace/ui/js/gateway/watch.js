@@ -46,7 +46,7 @@ export async function look() {
     do {
       again = false;
       await lookOnce();
-    } while (again);
+    } while (again && !document.hidden);
   } finally {
     looking = false;
   }
