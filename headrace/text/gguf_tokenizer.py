@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from headrace.errors import ModelError
+from headrace.native.build import Unavailable
 from headrace.text import piece_encoder
 from headrace.text.encoder import SPACE, Encoder, LibraryEncoder
 from headrace.text.piece_encoder import CONTROL, UNKNOWN, USER_DEFINED
 from headrace.text.pretokenizers import PRE_TOKENIZERS
+
+log = logging.getLogger("headrace.text")
 
 
 def encoder(metadata: dict[str, Any]) -> Encoder:
@@ -20,10 +24,17 @@ def encoder(metadata: dict[str, Any]) -> Encoder:
 
     Raises ModelError as `build` does.
     """
-    made = None
     if metadata.get("tokenizer.ggml.model") == "llama":
         made = piece_encoder.encoder_of(metadata)
-    return made or LibraryEncoder(build(metadata))
+        if not isinstance(made, Unavailable):
+            return made
+        log.warning(
+            "pieces of text are merged by `tokenizers`, which takes seconds to start with a large "
+            "vocabulary: %s; %s",
+            made.reason,
+            made.remedy,
+        )
+    return LibraryEncoder(build(metadata))
 
 
 def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:

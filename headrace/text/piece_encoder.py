@@ -29,6 +29,7 @@ _ROLES = bytes.maketrans(
         for k in range(256)
     ),
 )
+_ODD = Unavailable("the vocabulary is not a plain one", "check the file")
 
 
 class Made(Sequence[T]):
@@ -101,32 +102,34 @@ class PieceEncoder:
         raise AssertionError("an encoder with a table is not asked")
 
 
-def encoder_of(metadata: dict[str, Any]) -> PieceEncoder | None:
+def encoder_of(metadata: dict[str, Any]) -> PieceEncoder | Unavailable:
     """The encoder of a GGUF file with `tokenizer.ggml.model` = llama.
 
-    None: it takes `gguf_tokenizer.build`, for there is no C++ compiler, or the file's vocabulary is
-    not as it should be and its fault must be named.
+    Unavailable: `gguf_tokenizer.build` has to do it. There is no C++ compiler, or the vocabulary is
+    not as it should be, and its fault must be named.
     """
     library = pieces.load()
+    if isinstance(library, Unavailable):
+        return library
     tokens, scores = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.scores")
     types = metadata.get("tokenizer.ggml.token_type")
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    if isinstance(library, Unavailable) or not isinstance(tokens, Strings):
-        return None
-    if not (isinstance(scores, list) and isinstance(types, list) and isinstance(unknown_id, int)):
-        return None
-    if not len(tokens) == len(scores) == len(types) > unknown_id >= 0:
-        return None
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    if not isinstance(tokens, Strings) or not isinstance(unknown_id, int):
+        return _ODD
+    if not (isinstance(scores, list) and isinstance(types, list)):
+        return _ODD
+    if not len(tokens) == len(scores) == len(types) > unknown_id >= 0:
+        return _ODD
     try:
         numbers, roles = array("f", scores), bytes(types).translate(_ROLES)
     except (TypeError, ValueError, OverflowError):
-        return None
+        return _ODD
     if numbers.tolist() != scores:  # they are not float32, and rounding could make them equal
-        return None
+        return _ODD
     made = pieces.make(library, tokens.raw, numbers, roles, unknown_id=unknown_id, prefix=prefix)
     if made is None:
-        return None
+        return _ODD
     digest = blake2b(tokens.raw, digest_size=16)
     digest.update(repr((len(tokens), unknown_id, prefix)).encode())
     digest.update(numbers.tobytes() + roles)

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from headrace.native.build import Unavailable
 from headrace.sources.card import ModelCard
 from headrace.sources.gguf import Strings
 from headrace.text import fake_tokenizer, gguf_tokenizer, piece_encoder
@@ -93,7 +94,7 @@ def merged_pieces(*, prefix: bool = True) -> Tokenizer | None:
     metadata = sentencepiece_metadata(prefix=prefix)
     metadata["tokenizer.ggml.tokens"] = packed(metadata["tokenizer.ggml.tokens"])
     made = piece_encoder.encoder_of(metadata)
-    return None if made is None else Tokenizer(made, card())
+    return None if isinstance(made, Unavailable) else Tokenizer(made, card())
 
 
 def metaspace() -> Tokenizer:

@@ -151,14 +151,17 @@ def test_sentencepiece_merges(words: set[str], text: str, prefix: bool) -> None:
     assert made.decode(made.encode(text)) == text
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tokenizers` does it."""
+def test_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`tokenizers` does it, and the log says so."""
     monkeypatch.setattr(pieces, "load", lambda: Unavailable("none here", "install one"))
     metadata = sentencepiece_metadata(prefix=False)
     metadata["tokenizer.ggml.tokens"] = packed(metadata["tokenizer.ggml.tokens"])
     made = gguf_tokenizer.encoder(metadata)
     assert isinstance(made, LibraryEncoder)
     assert made.encode(["hello"], parse_special=True) == [[266, 268, 262]]
+    assert "none here; install one" in caplog.text
 
 
 def test_sentencepiece_bytes() -> None:
