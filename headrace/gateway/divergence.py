@@ -17,6 +17,7 @@ Kind = Literal["time", "id", "order", "added", "dropped", "text"]
 _END = b"\0"  # JSON has none
 _ENDS = bytes(0 if byte in b"{}.!?" else byte for byte in range(256))
 _LINE = b"\\n"  # a line's end as JSON writes it; two ends, so that no length changes
+MAX_SEGMENTS = 4096  # the last one has the rest
 MIN_SEGMENT_BYTES = 8  # shorter ones are found anywhere
 LONG_BYTES, END_BYTES = 512, 64
 MAX_TOKEN_BYTES = 64  # of a word that is looked at for a time or an id
@@ -59,7 +60,7 @@ class Divergence(msgspec.Struct, frozen=True):
 
 def cut(text: bytes) -> Cut:
     """The segments of a text."""
-    segments = text.translate(_ENDS).replace(_LINE, 2 * _END).split(_END)
+    segments = text.translate(_ENDS).replace(_LINE, 2 * _END).split(_END, MAX_SEGMENTS - 1)
     ends = [end for segment in segments if len(segment) >= LONG_BYTES for end in ends_of(segment)]
     return Cut(segments, frozenset([*segments, *ends]), len(text))
 

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -338,6 +339,11 @@ def test_the_fleet_as_the_gateway_says(chromium: Browser) -> None:
                     made.inside(partial(breaker.failed, 1e12))
                 expect(workers.filter(has_text=two.url)).to_contain_text("open")
                 made.inside(breaker.succeeded)
+                warms_up = made.made.fleet.workers[two.url]
+                warms_up._slow_start_s, warms_up.up_since_s = 1e9, time.monotonic()
+                expect(workers.filter(has_text=two.url)).to_contain_text(
+                    "slow start: 5 % of its share"
+                )
                 assert page.evaluate("window.pwned") is None
                 hold.set()
                 expect(page.locator("#queue")).to_contain_text("0 of at most")

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequest
+from headrace.gateway import page
 from headrace.gateway.app import Gateway
 from headrace.gateway.board import Board
 from headrace.gateway.console import JOINED, joined
@@ -286,11 +287,11 @@ async def test_one_answer_of_several_processes(tmp_path: Path) -> None:
 
 async def test_the_page_and_all_that_it_names() -> None:
     async with Mock() as one, gateway(one) as made:
-        page = await look(made.port, "/gateway/ui")
-        assert page.status == 200
-        assert page.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in page.headers["content-security-policy"]
-        named = re.findall(r'(?:href|src)="(ui/[^"]+)"', page.body.decode())
+        sent = await look(made.port, "/gateway/ui")
+        assert sent.status == 200
+        assert sent.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in sent.headers["content-security-policy"]
+        named = re.findall(r'(?:href|src)="(ui/[^"]+)"', sent.body.decode())
         assert len(named) > 5
         for path in named:
             found = await look(made.port, f"/gateway/{path}")
@@ -328,6 +329,23 @@ async def test_who_gets_the_page_without_keys(
         for path in DATA:
             wanted = 200 if status == 404 else status  # the API is there without the page
             assert (await look(made.port, path, **headers)).status == wanted, path
+
+
+@pytest.mark.parametrize(
+    ("host", "shown", "keyed", "told"),
+    [
+        ("127.0.0.1", True, False, True),
+        ("::1", True, False, True),
+        ("0.0.0.0", True, False, False),
+        ("0.0.0.0", True, True, True),
+        ("127.0.0.1", False, True, False),
+    ],
+)
+def test_its_address_is_told_where_it_is_shown(
+    host: str, shown: bool, keyed: bool, told: bool
+) -> None:
+    address = page.address("http://x:1", host, shown=shown, keyed=keyed)
+    assert address == ("http://x:1/gateway/ui" if told else "")
 
 
 async def test_with_keys_the_page_is_everybodys_and_what_it_shows_an_admins() -> None:

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from headrace.gateway.app import Gateway
 from headrace.gateway.board import Board
 from headrace.gateway.console import joined
-from headrace.gateway.divergence import common, cut, diverge, place_of
+from headrace.gateway.divergence import MAX_SEGMENTS, common, cut, diverge, place_of
 from headrace.gateway.lint import (
     CREDIT_S,
     EARN_S,
@@ -415,6 +415,14 @@ def test_time_is_paid_for_by_requests() -> None:
     assert len(looks) > CREDIT_S / 0.0005, "and what is earned is spent"
     assert looks[-1] > 3000
     assert lint.see("bert", prompt), "another tenant has its own"
+
+
+def test_a_text_of_nothing_but_ends_is_bounded() -> None:
+    row = look(lambda i: {"model": "m", "prompt": f"{i % 3}{'.' * LOOK_BYTES}{'{' * 9000}"}, 9)
+    assert row["looked"] == 9
+    parts = cut(b"." * LOOK_BYTES)
+    assert len(parts.segments) == MAX_SEGMENTS
+    assert sum(map(len, parts.segments)) + MAX_SEGMENTS - 1 == LOOK_BYTES
 
 
 def test_memory_is_what_it_says() -> None:
