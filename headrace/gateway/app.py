@@ -370,12 +370,11 @@ class Gateway:
         self.metrics.tokenised.add(outcome)
 
     def decided(
-        self, request_id: str, since_s: float, tenant: str, prompt: Prompt, placed: Placement
+        self, request_id: str, after_s: float, tenant: str, prompt: Prompt, placed: Placement
     ) -> None:
-        """A worker was chosen."""
-        after_s = time.monotonic() - since_s
-        self.metrics.decide_s.observe(after_s)
+        """A worker was chosen, so many seconds after the request came."""
         metrics = self.metrics
+        metrics.decide_s.observe(after_s)
         metrics.placements.add(placed.worker.name, placed.choice.reason)
         self.decisions.decided(request_id, after_s, tenant, prompt, placed)
 

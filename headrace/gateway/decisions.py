@@ -34,20 +34,42 @@ class Decisions:
     def __init__(self, most: int, policy: str, knobs: Knobs) -> None:
         """policy and knobs: what scores were made by."""
         self._most, self._policy, self._knobs = most, policy, knobs
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._all: OrderedDict[str, _Kept] = OrderedDict()
+        self._new: list[tuple[str, float, str, Prompt, Placement, float]] = []  # not in `_all` yet
+
+    @property
+    def _kept(self) -> OrderedDict[str, _Kept]:
+        """All of them. Those that are new are filed now: of many requests that come together, none
+        waits until the ones before it are.
+        """
+        if self._new:
+            new, self._new = self._new, []
+            for decision in new:
+                self._file(*decision)
+        return self._all
 
     def decided(
         self, request_id: str, after_s: float, tenant: str, prompt: Prompt, placed: Placement
     ) -> None:
         """A worker was chosen."""
-        if not self._most:
-            return
-        kept = self._kept.get(request_id)
+        if self._most:
+            self._new.append((request_id, after_s, tenant, prompt, placed, time.time()))
+
+    def _file(
+        self,
+        request_id: str,
+        after_s: float,
+        tenant: str,
+        prompt: Prompt,
+        placed: Placement,
+        at_s: float,
+    ) -> None:
+        kept = self._all.get(request_id)
         if kept is None or kept.status:
-            kept = self._kept[request_id] = _Kept(_facts(prompt), tenant, time.time(), [])
-            self._kept.move_to_end(request_id)
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+            kept = self._all[request_id] = _Kept(_facts(prompt), tenant, at_s, [])
+            self._all.move_to_end(request_id)
+            while len(self._all) > self._most:
+                self._all.popitem(last=False)
         kept.tries.append((after_s, placed))
 
     def used(self, request_id: str, usage: Usage) -> None:

@@ -188,13 +188,14 @@ class Exchange:
         placement = self._gateway.fleet.place(self._prompt, self._tried)
         self._placement, self.worker = placement, placement.worker
         self._tried.add(placement.worker.name)
-        self._gateway.queue.serve(self._tenant.name, placement.lease.uncached_tokens, 0)
-        self._gateway.decided(self.id, self.since_s, self._tenant.name, self._prompt, placement)
+        after_s = time.monotonic() - self.since_s
         connection = placement.worker.pool.take()
         if connection is None:
             self._connect(placement.worker)
         else:
             self._send(connection)
+        self._gateway.queue.serve(self._tenant.name, placement.lease.uncached_tokens, 0)
+        self._gateway.decided(self.id, after_s, self._tenant.name, self._prompt, placement)
 
     def _connect(self, worker: Worker) -> None:
         self._connecting = asyncio.get_running_loop().create_task(self._connected(worker))
