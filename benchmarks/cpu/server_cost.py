@@ -20,7 +20,8 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections import Counter
+from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def is_kernel(dso: str, symbol: str) -> bool:
     return library or bool(KERNELS.match(symbol))
 
 
-def recorded(file: Path) -> tuple[float, Counter[str]]:
+def recorded(file: Path) -> tuple[float, dict[str, float]]:
     """The kernels' share of all samples, and the rest by name, in shares."""
     report = subprocess.run(
         [
@@ -60,7 +61,8 @@ def recorded(file: Path) -> tuple[float, Counter[str]]:
         capture_output=True,
         text=True,
     ).stdout
-    kernels, total, rest = 0.0, 0.0, Counter[str]()
+    kernels, total = 0.0, 0.0
+    rest: dict[str, float] = defaultdict(float)
     for line in report.splitlines():
         parts = _LINE.match(line)
         if parts is None:
@@ -73,7 +75,7 @@ def recorded(file: Path) -> tuple[float, Counter[str]]:
             rest["copies"] += share
         else:
             rest[f"{Path(dso).name} {symbol}"[:80]] += share
-    return kernels / total, Counter({name: share / total for name, share in rest.items()})
+    return kernels / total, {name: share / total for name, share in rest.items()}
 
 
 def measure(name: str, scene: Scene, rounds: int) -> dict[str, Any]:
@@ -112,7 +114,10 @@ def measure(name: str, scene: Scene, rounds: int) -> dict[str, Any]:
         "kernels_share": kernels,
         "copies_us_per_token": total_us * copies,
         "rest_us_per_token": total_us * (1 - kernels - copies),
-        "rest": {who: round(total_us * share, 2) for who, share in rest.most_common(10)},
+        "rest": {
+            who: round(total_us * share, 2)
+            for who, share in sorted(rest.items(), key=itemgetter(1))[:-11:-1]
+        },
     }
 
 
