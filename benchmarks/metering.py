@@ -23,8 +23,7 @@ from headrace.backends.choose import settled
 from headrace.config import Settings
 from headrace.engine.loop import Engine
 from headrace.engine.shares import FS
-from headrace.kv.cache import KVCache
-from headrace.launch import find_model
+from headrace.launch import find_model, make_cache
 from headrace.messages import Abort, Done, Sampling, Submit
 
 RESULTS = Path(__file__).parent / "results" / "metering.json"
@@ -43,7 +42,7 @@ class Bench:
         facts = runner.capacity
         self.work = facts.work
         self._vocab = facts.vocab_size
-        kv = KVCache(facts.kv_blocks[0], facts.block_size, prefix_caching=False)
+        kv = make_cache(facts, prefix_caching=False)
         self.engine = Engine(settings, kv, runner, overlap=settings.backend == "cuda")
         self._handle = 0
         self.dones: dict[int, Done] = {}

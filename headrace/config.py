@@ -150,7 +150,8 @@ HELP: Mapping[str, str] = {
     "itl_target_ms": "longest step while sequences decode, in milliseconds: prompts wait for it, "
     "except a burst of more prompts than sequences decode; 0 = no limit; auto: from the card",
     "block_size": "tokens in a KV block",
-    "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory",
+    "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory; on a processor, where "
+    "layers have windows, a block is one of a group of layers",
     "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "
     "on a GPU from --gpu-memory-utilization",
     "prefill_attention": "cuda backend: attention of prompts in steps too large for a graph by "

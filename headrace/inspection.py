@@ -8,7 +8,14 @@ from __future__ import annotations
 import msgspec
 
 from headrace.models.features import features
-from headrace.models.sizes import WEIGHT_BYTES, KvGroup, Parameters, kv_groups, parameters
+from headrace.models.sizes import (
+    WEIGHT_BYTES,
+    KvGroup,
+    Parameters,
+    kv_groups,
+    kv_sequence_bytes,
+    parameters,
+)
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.sources.files import ModelFiles
 from headrace.text.survey import Survey, survey
@@ -26,8 +33,8 @@ class Fit(msgspec.Struct, frozen=True):
     weights: str  # a key of WEIGHT_BYTES, or `as stored`
     weight_bytes: int
     kv_bytes: int  # left for the KV cache; negative = the weights alone are too large
-    tokens: int
-    sequences: int  # of `context` tokens each
+    tokens: int  # of sequences shorter than any window
+    sequences: int  # of `context` tokens each; layers with a window keep that alone
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -81,17 +88,20 @@ def inspect(files: ModelFiles, memory_bytes: int = 0, context: int = 0) -> Inspe
         kv_bytes_per_token=per_token,
         kv_groups=groups,
         context=context,
-        fits=[_fit(kind, size, memory_bytes, per_token, context) for kind, size in sizes.items()]
+        fits=[_fit(kind, size, memory_bytes, groups, context) for kind, size in sizes.items()]
         if memory_bytes
         else [],
         tokenizer=_survey(files, spec),
     )
 
 
-def _fit(kind: str, weight_bytes: int, memory_bytes: int, per_token: int, context: int) -> Fit:
+def _fit(
+    kind: str, weight_bytes: int, memory_bytes: int, groups: list[KvGroup], context: int
+) -> Fit:
     left = memory_bytes - weight_bytes
-    tokens = max(0, left) // per_token
-    return Fit(kind, weight_bytes, left, tokens, tokens // context)
+    room = max(0, left)
+    tokens, sequences = (room // kv_sequence_bytes(groups, n) for n in (1, context))
+    return Fit(kind, weight_bytes, left, tokens, sequences)
 
 
 def stored_bytes(files: ModelFiles) -> int:

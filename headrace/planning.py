@@ -64,7 +64,8 @@ class Prefill(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """How many sequences of `context` tokens the KV cache holds."""
+    """How many sequences of `context` tokens the KV cache holds, if layers with a window keep that
+    alone."""
 
     context: int
     sequences: int
@@ -147,14 +148,15 @@ class Planner:
         seen = batch * self.shape.seen(context)
         limit = self.limit(batch, batch, seen, seen)
         rate = batch / limit.seconds
-        fits = batch * self._kept(context) <= self.kv_tokens
+        fits = seen <= self.kv_tokens
         return Decode(context, batch, fits, limit, rate, self._cost(rate))
 
     def prefill(self, tokens: int) -> Prefill:
         """A prompt of so many tokens, up to its first output token."""
         limit = self.limit(tokens, 1, 0, self.shape.pairs(tokens))
         rate = tokens / limit.seconds
-        return Prefill(tokens, self._kept(tokens) <= self.kv_tokens, limit, rate, self._cost(rate))
+        fits = self.shape.seen(tokens) <= self.kv_tokens
+        return Prefill(tokens, fits, limit, rate, self._cost(rate))
 
     def plan(self, contexts: Sequence[int], batches: Sequence[int], prompts: Sequence[int]) -> Plan:
         """All of it. A context is what a sequence has behind it on average."""
@@ -171,15 +173,14 @@ class Planner:
             usable_bytes=self._usable,
             kv_bytes=self._room,
             kv_tokens=self.kv_tokens,
-            rooms=[Room(context, self.kv_tokens // self._kept(context)) for context in contexts],
+            rooms=[
+                Room(context, int(self.kv_tokens // self.shape.seen(context)))
+                for context in contexts
+            ],
             decode=[self.decode(context, batch) for context in contexts for batch in batches],
             prefill=[self.prefill(tokens) for tokens in prompts],
             even_batch=self._even_batch(min(contexts)),
         )
-
-    def _kept(self, context: int) -> int:
-        """Tokens whose K and V a sequence holds: blocks leave the window if every layer has one."""
-        return min(context, self.spec.window) if self.spec.window else context
 
     def _cost(self, tokens_per_s: float) -> float | None:
         return self._price / 3600 / tokens_per_s * 1e6 if self._price else None

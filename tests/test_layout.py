@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": BASE | {"kernels", "native", "models", "sampling"},
     "sampling": BASE,
     "runner": BASE
-    | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe"},
+    | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe", "kv"},
     "hooks": {"errors"},
     "gateway": BASE | {"observe", "children", "runtime_folder", "sources", "text", "web_page"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},

@@ -21,6 +21,7 @@ from headrace.backends.cpu.batch import Batch
 from headrace.backends.cpu.device import cores
 from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.backends.cpu.native import NativeForward
+from headrace.models.kv_layout import layout_of
 from headrace.models.outline import Outline
 from headrace.models.registry import slots_of
 from headrace.models.spec import from_gguf
@@ -54,9 +55,11 @@ def load(path: Path, threads: int, exact: bool, rows: int, context: int) -> Nati
     spec = from_gguf(checkpoint.header)
     weights = pack.load(spec, slots_of(spec), checkpoint, found)
     width = max(-(-context // BLOCK) + 1, PREFILL // BLOCK)
+    layout = layout_of(spec)
     memory = KvMemory(
-        layers=spec.layers,
-        blocks=rows * width,
+        layers=layout.layers,
+        places=layout.places,
+        blocks=rows * width * len(layout.windows),
         kv_heads=spec.kv_heads,
         block_size=BLOCK,
         head_dim=spec.head_dim,
@@ -121,7 +124,8 @@ def main() -> None:
     path = flags.model or resolve("", say=print).path
     forward = load(path, flags.threads, flags.precision == "exact", max(counts), flags.context)
     width = max(-(-flags.context // BLOCK) + 1, PREFILL // BLOCK)
-    tables = np.arange(max(counts) * width).reshape(max(counts), width)
+    groups = forward.memory.groups
+    tables = np.arange(groups * max(counts) * width).reshape(groups, max(counts), width)
     draw = np.random.default_rng(0)
     for n in counts:
         ids, every = draw.integers(0, 1000, n), list(range(n))

@@ -136,7 +136,7 @@ class Tally:
 
 def window_log_probabilities(forward: Forward, ids: Sequence[int]) -> Tensor:
     """Of one window, as a server computes them: a prompt, then steps of single tokens."""
-    tables = np.arange(WINDOW // BLOCK)[None]
+    tables = np.arange(WINDOW // BLOCK)[None, None]
     forward.logits(Batch(np.array(ids[:FIRST]), tables, [0], [0], [FIRST], [], []))
     found = []
     for start in range(FIRST, WINDOW - 1, TOGETHER):

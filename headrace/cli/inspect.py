@@ -62,12 +62,14 @@ def _model(told: Inspection) -> Table:
 
 
 def _kv(told: Inspection) -> Table:
-    table = _table("KV cache in bfloat16", "layers", "window", "bytes a token")
+    table = _table("KV cache in bfloat16", "layers", "window", "bytes a token", "at most")
     for group in told.kv_groups:
         window = f"{group.window}" if group.window else "-"
-        table.add_row(group.kind, f"{group.layers}", window, f"{group.bytes_per_token}")
+        most = _mib(group.window * group.bytes_per_token) if group.window else "-"
+        table.add_row(group.kind, f"{group.layers}", window, f"{group.bytes_per_token}", most)
     if len(told.kv_groups) > 1:
-        table.add_row("all", f"{told.layers}", "", f"{told.kv_bytes_per_token}")
+        layers = sum(group.layers for group in told.kv_groups)
+        table.add_row("all", f"{layers}", "", f"{told.kv_bytes_per_token}")
     return table
 
 
@@ -102,6 +104,10 @@ def _tokenizer(told: Inspection) -> Table:
 
 def _count(n: int) -> str:
     return f"{n / 1e9:.2f} billion" if n >= 1e9 else f"{n / 1e6:.1f} million"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB a sequence"
 
 
 def _gib(size_bytes: int) -> str:

@@ -79,6 +79,7 @@ class Engine:
         capacity = runner.capacity
         assert capacity.kv_blocks == [kv.size], f"{kv.size} blocks, runner {capacity.kv_blocks}"
         assert capacity.block_size == kv.block_size, "block sizes of cache and runner differ"
+        assert capacity.windows == kv.windows, "KV groups of cache and runner differ"
         self.kv = kv
         self.runner = runner
         self._tally = Tally()

@@ -12,14 +12,14 @@ published block. Published blocks are full and never written again.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 
 from headrace.kv.events import EventLog, KVEvent, Scope
 from headrace.kv.pool import BlockPool
 from headrace.kv.prefix import DIGEST_BYTES, PrefixIndex, block_digest, root_digest
+from headrace.kv.room import longest
 
 _STATES = bytes.maketrans(b"\1\2", b"\2\3")  # references, at most 2 -> see `KVCache.states`
 _NO_SCOPE = Scope()
@@ -96,11 +96,6 @@ class Grant:
         self.more = more
 
 
-def longest(size: int, most_held: Callable[[int], int]) -> int:
-    """The most blocks of a sequence that a pool of `size` blocks holds; see `most_held`."""
-    return bisect_right(range(1, size + 1), size, key=most_held)
-
-
 class KVCache:
     """`blocks` blocks of `block_size` tokens. Loop thread only; integers only.
 
@@ -117,6 +112,7 @@ class KVCache:
     ) -> None:
         assert block_size > 0, f"a block of {block_size} tokens"
         self.block_size = block_size
+        self.windows: tuple[int, ...] = (0,)  # of each KV group, in tokens; 0 = it keeps all
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(blocks)
         self._index = PrefixIndex()

@@ -21,6 +21,7 @@ from itertools import chain
 
 from headrace.kv.cache import Grant, KVCache, Table
 from headrace.kv.events import Scope
+from headrace.kv.room import most_held, of_group
 
 
 class GroupTable(Table):
@@ -109,7 +110,7 @@ class GroupedCache(KVCache):
     ) -> None:
         super().__init__(blocks, block_size, prefix_caching, log_events=log_events)
         assert min(windows) >= 0, f"windows of {windows} tokens"
-        self.windows = list(windows)
+        self.windows = tuple(windows)
         self._whole = [g for g, window in enumerate(windows) if not window]
         self._near = [g for g, window in enumerate(windows) if window]
         self._by_window = {w: [g for g in self._near if windows[g] == w] for w in windows if w}
@@ -124,16 +125,12 @@ class GroupedCache(KVCache):
     # ------------------------------------------------------------ how much
 
     def _most(self, group: int, blocks: int) -> int:
-        """Blocks that a sequence of so many holds in one group while it decodes: its commits come
-        block by block, so a window and a block's tokens, wherever they begin."""
-        window = self.windows[group]
-        if not window:
-            return blocks
-        return min(blocks, (window + self.block_size - 2) // self.block_size + 2)
+        """Blocks that a sequence of so many holds in one group while it decodes."""
+        return of_group(self.windows[group], self.block_size, blocks)
 
     def most_held(self, blocks: int) -> int:
         """See `KVCache`."""
-        return sum(self._most(group, blocks) for group in range(len(self.windows)))
+        return most_held(self.windows, self.block_size, blocks)
 
     def claim(self, table: Table, upto_tokens: int) -> int:
         """See `KVCache`."""

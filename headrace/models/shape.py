@@ -12,6 +12,7 @@ small, and a limit may be too low but not too high.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -128,6 +129,6 @@ def shape_of(spec: ModelSpec, name: str = "") -> Shape:
         head_weights=spec.vocab_rows * spec.hidden if spec.generates else 0,
         kv_elements=sum(group.bytes_per_token for group in groups),
         pair_mults=spec.heads * width,
-        windows=tuple((group.window, group.layers) for group in groups),
+        windows=tuple(Counter(kind.window for kind in spec.every_layer()).items()),
         mixture=mixture,
     )

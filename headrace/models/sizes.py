@@ -4,6 +4,7 @@ cache. No torch."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -22,7 +23,10 @@ VOCABULARY = ("embed.", "head.")
 
 
 class KvGroup(msgspec.Struct, frozen=True):
-    """Layers that keep K and V alike. `window`: newest tokens that their queries read; 0 = all."""
+    """Layers that keep K and V alike. `window`: newest tokens that their queries read; 0 = all.
+
+    Layers that read another's K and V are none of them.
+    """
 
     kind: str  # full, window or latent
     window: int
@@ -30,11 +34,16 @@ class KvGroup(msgspec.Struct, frozen=True):
     bytes_per_token: int  # in all of these layers
 
 
+def kv_layer_bytes(spec: ModelSpec, element_bytes: int, scale_bytes: int = 0) -> int:
+    """K and V of one token in one layer."""
+    lines = 1 if spec.keys_are_values else 2
+    return lines * spec.kv_heads * (spec.head_dim * element_bytes + scale_bytes)
+
+
 def kv_groups(spec: ModelSpec, element_bytes: int, scale_bytes: int = 0) -> list[KvGroup]:
     """By window, full attention first. `scale_bytes`: of one head's line, beside its elements."""
-    lines = 1 if spec.keys_are_values else 2
-    layer_bytes = lines * spec.kv_heads * (spec.head_dim * element_bytes + scale_bytes)
-    windows = [kind.window for kind in spec.every_layer()]
+    layer_bytes = kv_layer_bytes(spec, element_bytes, scale_bytes)
+    windows = [kind.window for kind in spec.every_layer() if kind.kv_from < 0]
     full = "latent" if spec.latent is not None else "full"
     return [
         KvGroup(
@@ -45,6 +54,11 @@ def kv_groups(spec: ModelSpec, element_bytes: int, scale_bytes: int = 0) -> list
         )
         for window in sorted(set(windows))
     ]
+
+
+def kv_sequence_bytes(groups: Sequence[KvGroup], tokens: int) -> int:
+    """K and V that a sequence of so many tokens keeps: all of it where there is no window."""
+    return sum(group.bytes_per_token * min(tokens, group.window or tokens) for group in groups)
 
 
 class Parameters(msgspec.Struct, frozen=True):

@@ -218,12 +218,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kinds or (LayerSpec(),) * self.layers
 
     @property
-    def window(self) -> int:
-        """Newest tokens that any layer sees; 0 = some layer sees all."""
-        windows = [kind.window for kind in self.every_layer()]
-        return max(windows) if all(windows) else 0
-
-    @property
     def known_positions(self) -> Positions:
         """How it knows where a token stands, for people."""
         if self.alibi:

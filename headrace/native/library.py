@@ -54,6 +54,7 @@ class Op(Structure):
         ("stride", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("group", c_int32),
         ("k_norm", c_void_p),
         ("cosines", c_void_p),
         ("sines", c_void_p),
@@ -87,6 +88,7 @@ class Step(Structure):
         ("head_dim", c_int32),
         ("block_size", c_int32),
         ("kv_type", c_int32),
+        ("table_rows", c_int32),
     ]
 
 

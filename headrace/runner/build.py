@@ -12,6 +12,7 @@ from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.config import Resolved, Settings
 from headrace.engine.protocol import Capacity, Runner
 from headrace.errors import ConfigError
+from headrace.models.kv_layout import layout_of
 from headrace.models.registry import derived_of, slots_of
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.runner import ledger
@@ -92,9 +93,13 @@ def _load_cpu(
     with phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()
         blocks = ledger.size_kv(settings, spec, dtype, free_bytes)
-        length = ledger.fit_model_len(facts.wanted_model_len, blocks.value, settings.block_size)
+        layout = layout_of(spec)
+        length = ledger.fit_model_len(
+            facts.wanted_model_len, blocks.value, settings.block_size, layout.windows
+        )
         memory = KvMemory(
-            layers=spec.layers,
+            layers=layout.layers,
+            places=layout.places,
             blocks=blocks.value,
             kv_heads=spec.kv_heads,
             block_size=settings.block_size,
@@ -115,7 +120,7 @@ def _load_cpu(
         generates=spec.generates,
         long_from=spec.long_from,
         each_length=spec.each_length,
-        windows=(spec.window,),
+        windows=layout.windows,
     )
     activations = ledger.Line(
         "activations",
@@ -124,33 +129,21 @@ def _load_cpu(
     )
     with phase("measure the parts of a step", report):
         runner = make_runner(settings, spec, loaded, memory, capacity, pool)
-    info = info_of(runner.capacity, loaded.weights, dtype, facts, blocks, length, [activations])
+    kv = ledger.kv_line(spec, layout, dtype, settings.block_size, blocks)
+    info = info_of(runner.capacity, facts, blocks, length, [loaded.weights, kv, activations])
     info.ledger.insert(0, f"{'kernels':13} {loaded.kernels}")
     return runner, info
 
 
 def info_of(
     capacity: Capacity,
-    weights: ledger.Line,
-    kv_dtype: str,
     facts: Facts,
     blocks: Resolved[int],
     length: Resolved[int],
-    more: list[ledger.Line],
+    lines: list[ledger.Line],
 ) -> LoadInfo:
-    """What was loaded; `more`: the backend's own lines of the ledger."""
+    """What was loaded; `lines`: of the ledger."""
     dtype = facts.dtype
-    per_token = ledger.kv_bytes_per_token(facts.spec, kv_dtype)
-    tokens = blocks.value * capacity.block_size
-    lines = [
-        weights,
-        ledger.Line(
-            "KV cache",
-            tokens * per_token,
-            f"{blocks.value} blocks, {tokens} tokens of {per_token} bytes: {blocks.reason}",
-        ),
-        *more,
-    ]
     return LoadInfo(
         capacity,
         facts.spec,
@@ -246,6 +239,9 @@ def explain(settings: Settings, files: ModelFiles) -> dict[str, Resolved[Any]]:
         "dtype": facts.dtype,
         "kv_blocks": blocks,
         "max_model_len": ledger.fit_model_len(
-            facts.wanted_model_len, blocks.value, settings.block_size
+            facts.wanted_model_len,
+            blocks.value,
+            settings.block_size,
+            layout_of(facts.spec).windows,
         ),
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,7 +11,9 @@ import msgspec
 from headrace.backends.cpu import device
 from headrace.config import Resolved, Settings, parse_bytes
 from headrace.errors import ConfigError
-from headrace.models.sizes import kv_groups
+from headrace.kv.room import longest, most_held
+from headrace.models.kv_layout import KvLayout, layout_of
+from headrace.models.sizes import kv_groups, kv_layer_bytes
 from headrace.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -79,8 +82,31 @@ def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[s
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
     """K and V of one token in every layer; int8 has a float32 scale for each token and head."""
-    scale_bytes = _SCALE_BYTES if dtype == "int8" else 0
-    return sum(group.bytes_per_token for group in kv_groups(spec, ITEM_BYTES[dtype], scale_bytes))
+    return sum(group.bytes_per_token for group in kv_groups(spec, *_line_bytes(dtype)))
+
+
+def _line_bytes(dtype: str) -> tuple[int, int]:
+    """Of one element, and of the scale of a head's line."""
+    return ITEM_BYTES[dtype], _SCALE_BYTES if dtype == "int8" else 0
+
+
+def kv_block_bytes(spec: ModelSpec, layout: KvLayout, dtype: str, block_size: int) -> int:
+    """K and V of `block_size` tokens in the layers of one group."""
+    return layout.layers * kv_layer_bytes(spec, *_line_bytes(dtype)) * block_size
+
+
+def kv_line(
+    spec: ModelSpec, layout: KvLayout, dtype: str, size: int, blocks: Resolved[int]
+) -> Line:
+    """The line of a KV cache; size: tokens of a block."""
+    block_bytes = kv_block_bytes(spec, layout, dtype, size)
+    note = f"{blocks.value} blocks, {blocks.value * size} tokens of {block_bytes // size} bytes"
+    if len(layout.windows) > 1:
+        note = (
+            f"{blocks.value} blocks of {size} tokens in {layout.layers} layers, "
+            f"{len(layout.windows)} groups of them"
+        )
+    return Line("KV cache", blocks.value * block_bytes, f"{note}: {blocks.reason}")
 
 
 def wanted_model_len(settings: Settings, spec: ModelSpec) -> Resolved[int]:
@@ -100,13 +126,14 @@ def wanted_model_len(settings: Settings, spec: ModelSpec) -> Resolved[int]:
 
 
 def size_kv(settings: Settings, spec: ModelSpec, dtype: str, free_bytes: int) -> Resolved[int]:
-    """Blocks of the KV cache.
+    """Blocks of a processor's KV cache.
 
     Raises ConfigError if the memory given does not hold one block.
     """
     if settings.kv_blocks:
         return Resolved(settings.kv_blocks, "asked for")
-    block_bytes = kv_bytes_per_token(spec, dtype) * settings.block_size
+    layout = layout_of(spec)
+    block_bytes = kv_block_bytes(spec, layout, dtype, settings.block_size)
     if settings.kv_memory:
         key, budget = "kv_memory", parse_bytes(settings.kv_memory, "kv_memory")
         reason = f"kv_memory = {settings.kv_memory}"
@@ -122,17 +149,25 @@ def size_kv(settings: Settings, spec: ModelSpec, dtype: str, free_bytes: int) ->
         )
     if not settings.kv_memory:
         longest = wanted_model_len(settings, spec).value
+        size, windows = settings.block_size, layout.windows
         # One spare block a row: an overlapped step may run past the last token.
-        usable = settings.max_num_seqs * (-(-longest // settings.block_size) + 1)
+        usable = settings.max_num_seqs * most_held(windows, size, -(-longest // size) + 1)
+        # Chunks of two steps are there whole before what is out of their windows goes back.
+        chunks = -(-2 * settings.max_num_batched_tokens // size)
+        usable += chunks * sum(window > 0 for window in windows)
         if usable < blocks:
             return Resolved(usable, f"all that {settings.max_num_seqs} sequences can fill")
     return Resolved(blocks, reason)
 
 
-def fit_model_len(wanted: Resolved[int], kv_blocks: int, block_size: int) -> Resolved[int]:
-    """`wanted`, or less if the whole KV cache holds less."""
-    room = kv_blocks * block_size
-    return wanted if wanted.value <= room else Resolved(room, "the KV cache holds no more")
+def fit_model_len(
+    wanted: Resolved[int], kv_blocks: int, block_size: int, windows: Sequence[int] = (0,)
+) -> Resolved[int]:
+    """`wanted`, or less if the whole KV cache holds less; windows: of its groups."""
+    held = functools.partial(most_held, windows, block_size)
+    if held(-(-wanted.value // block_size)) <= kv_blocks:
+        return wanted
+    return Resolved(longest(kv_blocks, held) * block_size, "the KV cache holds no more")
 
 
 def activation_bytes(settings: Settings, spec: ModelSpec, dtype: str, longest: int) -> int:

@@ -13,6 +13,7 @@ from headrace.config import Settings
 from headrace.engine.protocol import Runner
 from headrace.errors import ConfigError
 from headrace.models.features import refuse_missing
+from headrace.models.kv_layout import whole
 from headrace.runner import ledger
 from headrace.runner.build import LoadInfo, check_weights, info_of, read_facts
 from headrace.runner.build_cuda import build_runner
@@ -48,5 +49,6 @@ def load_cuda(
         settings, model, facts.wanted_model_len, card, report
     )
     weights = ledger.weights_line(model.parameters())
-    kept = facts.dtype.value
-    return runner, info_of(runner.capacity, weights, kept, facts, blocks, length, lines)
+    size, layout = runner.capacity.block_size, whole(facts.spec)
+    kv = ledger.kv_line(facts.spec, layout, facts.dtype.value, size, blocks)
+    return runner, info_of(runner.capacity, facts, blocks, length, [weights, kv, *lines])

@@ -15,11 +15,11 @@ class Rows:
     """Block table, sampling parameters and last drawn token of each device row; and, of rows with
     rules or penalties, what those look at.
 
-    tables [max_rows, width] int64; last [max_rows] int64.
+    tables [KV groups, max_rows, width] int64; last [max_rows] int64.
     """
 
-    def __init__(self, max_rows: int, width: int) -> None:
-        self.tables = np.zeros((max_rows, width), np.int64)
+    def __init__(self, max_rows: int, width: int, groups: int = 1) -> None:
+        self.tables = np.zeros((groups, max_rows, width), np.int64)
         self.last = np.zeros(max_rows, np.int64)
         self.columns = Columns.empty(max_rows)
         self.reports = [-1] * max_rows  # Sampling.logprobs of each row
@@ -40,10 +40,12 @@ class Rows:
     def join(self, join: Join) -> None:
         """A sequence takes a free row."""
         assert not self._taken[join.row], f"row {join.row} is joined twice"
-        assert len(join.tables) == 1, f"{len(join.tables)} KV groups, this runner has 1"
+        groups = len(self.tables)
+        assert len(join.tables) == groups, f"{len(join.tables)} KV groups, this runner has {groups}"
         assert not join.adapter, "this runner has no adapters"
         self._taken[join.row] = True
-        self._put(join.row, 0, join.tables[0])
+        for group, table in enumerate(join.tables):
+            self._put(group, join.row, 0, table)
         self.columns.set(join.row, join.sampling, join.choice)
         self.prompts[join.row] = join.prompt_tokens
         self.reports[join.row] = join.sampling.logprobs
@@ -57,14 +59,14 @@ class Rows:
     def grow(self, grow: Grow) -> None:
         """Append to, or replace in, a row's block table."""
         assert self._taken[grow.row], f"row {grow.row} grows but is free"
-        assert grow.group == 0, f"KV group {grow.group}, this runner has 1"
-        self._put(grow.row, grow.first, grow.blocks)
+        assert grow.group < len(self.tables), f"no KV group {grow.group} here"
+        self._put(grow.group, grow.row, grow.first, grow.blocks)
 
-    def _put(self, row: int, first: int, blocks: list[int]) -> None:
+    def _put(self, group: int, row: int, first: int, blocks: list[int]) -> None:
         end = first + len(blocks)
-        assert end <= self.tables.shape[1], f"row {row}: {end} blocks, {self.tables.shape[1]} fit"
+        assert end <= self.tables.shape[2], f"row {row}: {end} blocks, {self.tables.shape[2]} fit"
         if blocks:
-            self.tables[row, first:end] = blocks
+            self.tables[group, row, first:end] = blocks
 
     def taken(self, row: int) -> bool:
         """Whether a sequence owns `row`."""

@@ -84,7 +84,7 @@ def table_width(capacity: Capacity) -> int:
 
 
 class CpuRunner:
-    """A decoder-only model over one KV group; see `engine.protocol.Runner`.
+    """A decoder-only model over one pool of KV blocks; see `engine.protocol.Runner`.
 
     Takes the worker: `close` ends it. With an inline one a step is computed while it is launched.
     """
@@ -93,7 +93,7 @@ class CpuRunner:
         self, forward: Forward, memory: KvMemory, capacity: Capacity, worker: Worker
     ) -> None:
         self._forward, self._memory, self._capacity = forward, memory, capacity
-        self._rows = Rows(capacity.max_rows, table_width(capacity))
+        self._rows = Rows(capacity.max_rows, table_width(capacity), len(capacity.windows))
         self._latest: CpuTicket | None = None
         self.worker = worker
 
@@ -148,9 +148,8 @@ class CpuRunner:
             self._rows.join(join)
         for grow in plan.grows:
             self._rows.grow(grow)
-        for group, pairs in enumerate(plan.copies):
-            assert group == 0, "this runner has one KV group"
-            self._memory.copy(pairs)
+        (copies,) = plan.copies  # one pool
+        self._memory.copy(copies)
 
     def _compute(self, plan: StepPlan) -> Logits | None:
         check(plan, self._rows.taken)

@@ -61,7 +61,7 @@ def measure(
     token_s = min(weights_s, max(0.0, chunk_s - head_s) / count)  # one position gets logits
     products = sum(math.prod(slot.shape) for slot in slots_of(spec) if len(slot.shape) >= 2)
     pairs = 2 * spec.layers * spec.heads * spec.head_dim  # multiplications: scores and values
-    kv_bytes = memory.size_bytes / ((memory.blocks + 1) * memory.block_size)
+    kv_bytes = memory.groups * memory.size_bytes / ((memory.blocks + 1) * memory.block_size)
     return StepWork(
         weights_s=weights_s,
         token_s=token_s,
@@ -77,7 +77,7 @@ def _seconds(forward: Forward, worker: Worker, memory: KvMemory, count: int) -> 
     blocks = -(-count // memory.block_size)
     batch = Batch(
         np.arange(count),
-        np.arange(blocks)[None],
+        np.tile(np.arange(blocks), (memory.groups, 1, 1)),
         [0],
         [0],
         [count],

@@ -62,7 +62,7 @@ class Case:
     def step(self, unwritten: list[int] | None = None) -> StepAttention:
         scratch = Scratch(self.store.head_dim, self.store.k[0].dtype)
         return StepAttention(
-            self.store, scratch, self.tables, self.starts, self.counts, unwritten or []
+            self.store, scratch, self.tables[None], self.starts, self.counts, unwritten or []
         )
 
     def check(self, pattern: Pattern = Pattern()) -> None:  # noqa: B008 - a tuple
@@ -167,7 +167,7 @@ def test_a_row_is_alone_what_it_is_among_others() -> None:
         step = StepAttention(
             case.store,
             Scratch(case.store.head_dim, torch.float32),
-            case.tables[i : i + 1],
+            case.tables[None, i : i + 1],
             case.starts[i : i + 1],
             [count],
             [],

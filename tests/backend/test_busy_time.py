@@ -13,7 +13,7 @@ import pytest
 from headrace.backends.choose import settled
 from headrace.engine.loop import Engine
 from headrace.engine.protocol import Capacity, Masks, Runner, Ticket
-from headrace.kv.cache import KVCache
+from headrace.launch import make_cache
 from headrace.messages import Abort, Done, Sampling, StepPlan, StepResult, Submit
 from headrace.sources.files import ModelFiles
 from tests.devices import load, settings_for
@@ -127,7 +127,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
         fields = {"load_format": "dummy", **SIZES}
         runner = load(backend, ModelFiles("busy", "hf", folder), **fields)
         clock = Events(runner) if backend == "cuda" else ProcessorTime()
-        kv = KVCache(runner.capacity.kv_blocks[0], runner.capacity.block_size)
+        kv = make_cache(runner.capacity, prefix_caching=True)
         settings = settled(settings_for(backend, **fields))
         return Engine(settings, kv, Timed(runner, clock), overlap=backend == "cuda"), clock
 

@@ -39,7 +39,8 @@ def logits(files: ModelFiles, **fields: Any) -> tuple[torch.Tensor, list[str]]:
     runner, info = load_runner(settings, files, lambda phase, seconds: None)
     rows = list(range(64))
     ids = torch.randint(0, 300, (64 * 4,), generator=torch.Generator().manual_seed(3))
-    batch = Batch(ids.numpy(), np.arange(64)[:, None].copy(), rows, [0] * 64, [4] * 64, [], rows)
+    tables = np.arange(64).reshape(1, 64, 1)
+    batch = Batch(ids.numpy(), tables, rows, [0] * 64, [4] * 64, [], rows)
     inner: Any = runner
     out = inner.worker.submit(lambda: inner._forward.logits(batch).copy()).result()
     runner.close()

@@ -15,8 +15,9 @@ from headrace.backends.cpu.kv_store import KvStore
 from headrace.config import Settings
 from headrace.engine.loop import Engine
 from headrace.engine.protocol import Capacity, Runner
-from headrace.kv.cache import KVCache
+from headrace.launch import make_cache
 from headrace.messages import Sampling, Submit
+from headrace.models.kv_layout import layout_of
 from headrace.models.layers import Decoder
 from headrace.runner.runner import CpuRunner
 from headrace.runner.worker import ThreadWorker
@@ -102,9 +103,11 @@ def on_processor(model: Decoder, threads: int) -> Make:
     """Runners that share one loaded model."""
 
     def make(sizes: dict[str, Any]) -> Runner:
-        spec, rows, blocks = model.spec, sizes["max_num_seqs"], sizes["kv_blocks"]
+        spec, rows, layout = model.spec, sizes["max_num_seqs"], layout_of(model.spec)
+        blocks = sizes["kv_blocks"] * len(layout.windows)
         memory = KvMemory(
-            layers=spec.layers,
+            layers=layout.layers,
+            places=layout.places,
             blocks=blocks,
             kv_heads=spec.kv_heads,
             block_size=BLOCK,
@@ -120,6 +123,7 @@ def on_processor(model: Decoder, threads: int) -> Make:
             spec.vocab_size,
             long_from=spec.long_from,
             each_length=spec.each_length,
+            windows=layout.windows,
         )
         forward = TorchForward(model, KvStore(memory))
         worker = ThreadWorker(functools.partial(torch.set_num_threads, threads))
@@ -155,8 +159,9 @@ def _engine(make: Make, case: Case, prompts: Sequence[list[int]], n_tokens: int)
         max_queue=10_000,
         **sizes,
     )
-    kv = KVCache(blocks, BLOCK, prefix_caching=settings.prefix_caching)
-    engine = Engine(settings, kv, make(sizes), overlap=case.loop == "overlap")
+    runner = make(sizes)
+    kv = make_cache(runner.capacity, prefix_caching=settings.prefix_caching)
+    engine = Engine(settings, kv, runner, overlap=case.loop == "overlap")
     if tight:
         engine.scheduler.headroom_tokens = 0  # who leaves room is preempted less
     return engine

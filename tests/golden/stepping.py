@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from itertools import chain
 from typing import Any
 
 from headrace.engine.protocol import Runner
@@ -36,7 +37,7 @@ class Job:
     arrives: int = 0  # step number
     tokens: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
-    table: list[int] = dataclasses.field(default_factory=list)
+    tables: list[list[int]] = dataclasses.field(default_factory=list)  # by KV group
 
 
 def generate(
@@ -48,6 +49,8 @@ def generate(
     """
     size = runner.capacity.block_size
     free = list(range(runner.capacity.kv_blocks[0]))
+    for job in jobs:
+        job.tables = [[] for _ in runner.capacity.windows]
     random.Random(shuffle_seed).shuffle(free)
     step = 0
     leaving: list[int] = []
@@ -67,7 +70,7 @@ def generate(
             job.tokens.append(token)
             if len(job.tokens) == job.n_tokens:
                 leaving.append(row)
-                free += alive.pop(row).table
+                free += chain.from_iterable(alive.pop(row).tables)
         step += 1
     run(runner, plan(step, leaves=leaving))
     return [job.tokens for job in jobs]
@@ -85,13 +88,15 @@ def _add(
     sequence = job.prompt + job.tokens
     count = 1 if job.tokens else min(job.chunk, len(sequence) - job.computed)
     end = job.computed + count
-    fresh = [free.pop() for _ in range(-(-end // size) - len(job.table))]
+    first = len(job.tables[0])
+    fresh = [[free.pop() for _ in range(-(-end // size) - first)] for _ in job.tables]
     if job.computed == 0:
-        join = Join(row, job.sampling, 0, [fresh], prompt_tokens=len(job.prompt))
+        join = Join(row, job.sampling, 0, fresh, prompt_tokens=len(job.prompt))
         columns["joins"].append(join)
-    elif fresh:
-        columns["grows"].append(Grow(row, 0, len(job.table), fresh))
-    job.table += fresh
+    elif fresh[0]:
+        columns["grows"] += [Grow(row, group, first, own) for group, own in enumerate(fresh)]
+    for table, own in zip(job.tables, fresh, strict=True):
+        table += own
     draws = end == len(sequence)
     if draws:
         columns["draw_from"].append(len(columns["rows"]))

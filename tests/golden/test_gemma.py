@@ -63,7 +63,7 @@ def test_greedy_continuations(
     before it."""
     prompts = tokenizer.encode_batch(TEXTS)
     assert max(map(len, prompts)) > 512
-    runner = load(backend, gemma, dtype="float32", kv_blocks=100, max_num_seqs=16)
+    runner = load(backend, gemma, dtype="float32", kv_blocks=600, max_num_seqs=16)
     found = generate(runner, [Job(prompt, N_TOKENS, chunk=200) for prompt in prompts])
     runner.close()
     for text, prompt, tokens in zip(TEXTS, prompts, found, strict=True):

@@ -21,7 +21,7 @@ from tests.golden.families import save
 from tests.golden.reference import agree, greedy, tiny_model
 from tests.golden.stepping import Job, generate
 
-SETTINGS = {"dtype": "float32", "kv_blocks": 60, "block_size": 8, "threads": 1}
+SETTINGS = {"dtype": "float32", "kv_blocks": 120, "block_size": 8, "threads": 1}
 
 
 def interleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

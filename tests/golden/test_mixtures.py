@@ -17,7 +17,7 @@ from tests.golden.reference import agree, greedy
 from tests.golden.stepping import Job, generate
 
 SETTINGS = {
-    "dtype": "float32", "kv_blocks": 120, "max_num_seqs": 8, "block_size": 8, "threads": 1,
+    "dtype": "float32", "kv_blocks": 240, "max_num_seqs": 8, "block_size": 8, "threads": 1,
 }  # fmt: skip
 ON_CUDA = [name for name in MIXTURES if name != "deepseek-v2-lite"]
 PAIRS = [pytest.param(("cpu", name), marks=MARKS["cpu"], id=name) for name in MIXTURES]

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.engine.loop import Engine
 from headrace.errors import ModelError
-from headrace.kv.cache import KVCache
+from headrace.launch import make_cache
 from headrace.messages import Pooling, Submit
 from headrace.models.spec import from_hf
 from headrace.sources.card import read_card
@@ -30,7 +30,7 @@ def engine_of(files: ModelFiles, backend: str, *, step_tokens: int) -> Engine:
     fields = SIZES | {"max_num_batched_tokens": step_tokens, "dtype": "float32"}
     runner = load(backend, files, **fields)
     capacity = runner.capacity
-    kv = KVCache(capacity.kv_blocks[0], capacity.block_size)
+    kv = make_cache(capacity, prefix_caching=True)
     return Engine(settings_for(backend, **fields), kv, runner, overlap=True)
 
 

@@ -15,7 +15,7 @@ from headrace.beams import BeamRules, BeamSearch
 from headrace.bench.naive_model import hf_model
 from headrace.config import Settings
 from headrace.engine.loop import Engine
-from headrace.kv.cache import KVCache
+from headrace.launch import make_cache
 from headrace.messages import Logprobs, Sampling, Submit
 from headrace.sampling.logprobs import report
 from headrace.sources.files import ModelFiles
@@ -52,7 +52,7 @@ class Told:
 def engine_of(runner: Any, *, budget: int = 4096, overlap: bool = True) -> Engine:
     capacity = runner.capacity
     settings = Settings(max_num_seqs=capacity.max_rows, max_num_batched_tokens=budget)
-    kv = KVCache(capacity.kv_blocks[0], capacity.block_size)
+    kv = make_cache(capacity, prefix_caching=True)
     return Engine(settings, kv, runner, overlap=overlap)
 
 

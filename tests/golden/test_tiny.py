@@ -106,7 +106,7 @@ def a_crowd_changes_nothing(backend: str, files: ModelFiles, longest: int, vocab
         return Job(prompt, n_tokens, chunk, sampling, arrives)
 
     mine = Job([5, 9, 3, 7, 7, 1], 24, sampling=Sampling(0.9, 0, 0.95, 0.0, seed=12345))
-    (alone,) = generate(runner, [dataclasses.replace(mine, tokens=[], table=[])])
+    (alone,) = generate(runner, [dataclasses.replace(mine, tokens=[], tables=[])])
     others = [
         job(seed, rng.randint(2, 30), rng.randrange(12), rng.choice([3, 1 << 30]))
         for seed in range(63)
@@ -128,10 +128,12 @@ def test_logits_are_close(pair: Pair) -> None:
     runner.forward(_leave())
 
 
-def _prefill(prompt: list[int]) -> StepPlan:
+def _prefill(prompt: list[int], groups: int = 1) -> StepPlan:
+    width = -(-len(prompt) // 8)
+    tables = [list(range(group * width, (group + 1) * width)) for group in range(groups)]
     return plan(
         0,
-        joins=[Join(0, GREEDY, 0, [list(range(-(-len(prompt) // 8)))])],
+        joins=[Join(0, GREEDY, 0, tables)],
         rows=[0],
         starts=[0],
         counts=[len(prompt)],

@@ -1,4 +1,5 @@
-"""A model whose layers all have a window, in less memory than its sequences are long."""
+"""Models of which some or all layers have a window, in less memory than all layers would need for
+their sequences."""
 
 from __future__ import annotations
 
@@ -12,15 +13,22 @@ import headrace
 from headrace.completion import Completion
 from headrace.engine.loop import Engine
 from headrace.kv.groups import GroupedCache
+from headrace.kv.room import most_held
 from headrace.text import fake_tokenizer
-from tests.devices import PROCESSORS, asked
-from tests.golden.families import WINDOW, save
+from tests.devices import MARKS, WITHOUT_NATIVE, asked
+from tests.golden.families import VOCAB, WINDOW, save
 from tests.golden.reference import NEAR_TIE
 
+BLOCK, TOKENS = 4, 64
+LENGTHS = (WINDOW - 1, WINDOW + 1, 3 * WINDOW)
 SIZES: dict[str, Any] = {
-    "kv_blocks": 24, "block_size": 4, "dtype": "float32", "max_model_len": 80, "threads": 1,
-    "overlap": "on",
+    "block_size": BLOCK, "dtype": "float32", "max_model_len": 120, "threads": 1, "overlap": "on",
+    "max_num_batched_tokens": 13,
 }  # fmt: skip
+WINDOWS = {"mistral": (WINDOW,), "gemma3": (0, WINDOW), "gpt-oss": (0, WINDOW, WINDOW)}
+CASES = [pytest.param(name, "cpu", marks=MARKS["cpu"]) for name in WINDOWS]
+if not WITHOUT_NATIVE:
+    CASES += [pytest.param(name, "native", marks=MARKS["native"]) for name in ("mistral", "gemma3")]
 
 
 @torch.inference_mode()
@@ -31,32 +39,56 @@ def check(model: Any, prompt: list[int], answer: Completion) -> None:
     assert float((logits.amax(1) - taken).max()) < NEAR_TIE
 
 
-@pytest.mark.parametrize("backend", PROCESSORS)
-def test_long_answers_in_a_small_cache(tmp_path: Path, backend: str) -> None:
-    """Three sequences of 70 tokens would need 54 blocks, and there are 24. One that goes on is hit
-    by its last window: what lay before was given to others."""
-    model, files = save("mistral", tmp_path)
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_long_answers_in_a_small_cache(name: str, backend: str, tmp_path: Path) -> None:
+    """Side by side, in chunks of 13. A sequence that goes on is hit by its last window where layers
+    have one: what lay before was given to others, and a prefix that ends there is no hit."""
+    model, files = save(name, tmp_path)
     fake_tokenizer.build().save(str(files.path / "tokenizer.json"))
-    prompts = [[(7 * i + 5 * j) % 131 for j in range(30)] for i in range(3)]
+    prompts = [[(7 * i + 5 * j) % VOCAB for j in range(n)] for i, n in enumerate(LENGTHS)]
     long, short = (
-        headrace.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 6)
+        headrace.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (TOKENS, 6)
     )
-    with headrace.LLM(str(files.path), **asked(backend), **SIZES) as llm:
+    lengths = [-(-(n + TOKENS) // BLOCK) for n in LENGTHS]
+    # Two blocks of a chunk, of each of two steps, come before others go.
+    room = sum(most_held(WINDOWS[name], BLOCK, n) for n in lengths) + 8
+    assert room < 0.8 * len(WINDOWS[name]) * sum(lengths)
+    with headrace.LLM(str(files.path), **asked(backend), **SIZES, kv_blocks=room) as llm:
         engine = llm._engine
         assert isinstance(engine, Engine)
         kv = engine.scheduler.kv
         assert isinstance(kv, GroupedCache)
-        assert kv.windows == [WINDOW]
+        assert kv.windows == WINDOWS[name]
         answers = llm.generate(prompts, long)
         assert engine._tally.preemptions == 0
         more = [p + one.token_ids for p, one in zip(prompts, answers, strict=True)]
-        table = kv.open("", "")
-        assert kv.match(table, more[1]) == 68
-        first = kv.block_size * table.freed
-        kv.release(table, 0)
-        assert kv.match(kv.open("", ""), more[1][:first]) == 0, "what lay before is gone"
-        after = llm.generate(more[1], short)
-    for prompt, answer in zip([*prompts, more[1]], answers + after, strict=True):
+        assert kv.match(kv.open("", ""), more[2][: 2 * WINDOW]) == 0, "its window is gone"
+        after = llm.generate(more[2], short)
+        kv.check()
+        assert kv.used_blocks == 0
+    for prompt, answer in zip([*prompts, more[2]], answers + after, strict=True):
         check(model, prompt, answer)
     assert {answer.cached_tokens for answer in answers} == {0}
-    assert after[0].cached_tokens == 68, "all whole blocks of 70 tokens"
+    assert after[0].cached_tokens == (len(more[2]) - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES[1:2])
+def test_many_more_sequences_than_without_groups(name: str, backend: str, tmp_path: Path) -> None:
+    """Prompts that begin alike, one after another and preempted in between: tokens stay right."""
+    model, files = save(name, tmp_path)
+    fake_tokenizer.build().save(str(files.path / "tokenizer.json"))
+    common = [(11 * j) % VOCAB for j in range(40)]
+    prompts = [[*common[: 16 + 3 * i], i, i + 1] for i in range(8)]
+    asks = headrace.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with headrace.LLM(str(files.path), **asked(backend), **SIZES, kv_blocks=48) as llm:
+        engine = llm._engine
+        assert isinstance(engine, Engine)
+        engine.scheduler.headroom_tokens = 0  # who leaves room is preempted less
+        answers = llm.generate(prompts, asks)
+        assert engine._tally.preemptions > 0
+        again = llm.generate(prompts, asks)
+        engine.scheduler.kv.check()
+    for prompt, first, second in zip(prompts, answers, again, strict=True):
+        check(model, prompt, first)
+        check(model, prompt, second)
+    assert sum(answer.cached_tokens for answer in again) > 0

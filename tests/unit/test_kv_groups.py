@@ -104,3 +104,55 @@ def test_an_engine_gives_memory_back_while_sequences_run() -> None:
     assert held[0][0] == 18
     assert held[0][1] > 0
     assert held[1] == (6, 0), "three blocks hold a window, and nobody is preempted"
+
+
+def test_a_mixed_hit_needs_all_of_the_one_and_the_last_window_of_the_other() -> None:
+    kv = GroupedCache(16, 4, windows=[0, 6])
+    kv.release(filled(kv, 16), 0)
+    again = kv.open("", "")
+    assert kv.match(again, TOKENS[:18]) == 16
+    assert again.gone == [0, 2]
+    kv.check()
+    kv.release(again, 0)
+    # 8 of 16 blocks are free of content; what fell out of the window goes next.
+    other = kv.open("", "")
+    assert kv.reserve(other, 4 * 9, 0, 1) is not None
+    assert kv.evicted is None
+    assert kv.match(kv.open("", ""), TOKENS[:12]) == 0, "the window's blocks before it are gone"
+    assert kv.match(again, TOKENS[:18]) == 16
+    kv.check()
+
+
+def test_windows_get_room_as_a_prompt_goes_on() -> None:
+    """A prompt of 60 tokens in three groups takes 15 blocks, and a window and a chunk twice."""
+    kv = GroupedCache(26, 4, windows=[0, 6, 6])
+    table = kv.open("", "")
+    need = kv.probe(table, TOKENS[:60], 60, stepwise=True)
+    assert need == kv.most_held(15) == 15 + 2 * 4
+    assert kv.reserve(table, 60, 0, 1) is not None
+    assert (kv.used_blocks, kv.writable(table), kv.claim(table, 60)) == (15 + 2, 4, need - 17)
+    assert kv.reach(table, 0) == 4 + 9 // 2 * 4
+    assert kv.reach(table, 2) == 4 + 3 // 2 * 4
+    for computed in range(10, 61, 10):
+        assert kv.reserve(table, computed, computed - 10) is not None
+        kv.commit(table, TOKENS[:60], computed)
+        kv.check()
+    assert table.size <= need
+    assert kv.claim(table, 60) == need - table.size
+    assert kv.match(kv.open("", ""), TOKENS[:60]) == 60
+
+
+@pytest.mark.parametrize("windows", [(0, 7, 7), (0, 0, 5), (9, 3)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_longest_sequence_fits_alone(windows: tuple[int, ...], overlap: bool) -> None:
+    """As the arithmetic says, and its neighbour that comes between makes it no worse."""
+    rig = Rig(40, 4, 2, windows=windows, overlap=overlap, max_num_batched_tokens=9)
+    longest = rig.kv.longest_tokens
+    for prompt in (longest // 2, 8, longest - 1):
+        rig.submit(prompt, longest - prompt + 1)
+    over = rig.submit(5, longest)  # and where every layer has a window it does not matter
+    rig.run()
+    rig.check_tokens()
+    rig.check_idle()
+    errors = {handle: done.error for (_, handle), done in rig.dones.items() if done.error}
+    assert errors == ({over: "context_length_exceeded"} if 0 in windows else {})

@@ -90,7 +90,7 @@ class Scratch:
 class StepAttention:
     """Writes and reads of one step.
 
-    tables [rows, width] block ids of the forward rows; row i computes positions
+    tables [KV groups, rows, width] block ids of the forward rows; row i computes positions
     [starts[i], starts[i] + counts[i]); rows in `unwritten` find their KV in the cache already.
     """
 
@@ -113,38 +113,38 @@ class StepAttention:
         self.positions = torch.arange(self._tokens) - torch.tensor(firsts)[owner] + starts_t[owner]
         self._written = _written(owner, unwritten)  # token indices, or None for all of them
         kept = slice(None) if self._written is None else self._written
-        index = store.line_index(tables[owner[kept]], self.positions[kept][:, None])
-        self._write_index = index.reshape(-1)
+        self._owners, self._spots = owner[kept], self.positions[kept][:, None]  # of those
+        self._write_index: dict[int, Tensor] = {}  # KV group -> lines, from the first write on
         self._tables, self._starts, self._counts, self._firsts = tables, starts, counts, firsts
         self._plans: dict[tuple[object, ...], _Plan] = {}
 
-    def _plan(self, pattern: Pattern, *, own: bool) -> _Plan:
-        """own: the step's k and v are at hand."""
-        key = (pattern.window, pattern.slopes, pattern.plain, own)
+    def _plan(self, pattern: Pattern, group: int, *, own: bool) -> _Plan:
+        """group: of the KV cache. own: the step's k and v are at hand."""
+        key = (pattern.window, pattern.slopes, pattern.plain, group, own)
         if key not in self._plans:
             singles = [i for i, count in enumerate(self._counts) if count == 1]
-            groups = _groups(singles, self._starts, self.store.kv_heads)
+            alike = _groups(singles, self._starts, self.store.kv_heads)
             chunks = [i for i, count in enumerate(self._counts) if count > 1]
             self._plans[key] = _Plan(
-                [self._plan_singles(group, pattern) for group in groups],
-                [self._plan_chunk(i, pattern, own=own) for i in chunks],
+                [self._plan_singles(rows, pattern, self._tables[group]) for rows in alike],
+                [self._plan_chunk(i, pattern, self._tables[group], own=own) for i in chunks],
             )
         return self._plans[key]
 
-    def _plan_singles(self, group: list[int], pattern: Pattern) -> _Singles:
-        ends = torch.tensor([self._starts[i] + 1 for i in group])[:, None]
+    def _plan_singles(self, rows: list[int], pattern: Pattern, tables: Tensor) -> _Singles:
+        ends = torch.tensor([self._starts[i] + 1 for i in rows])[:, None]
         lows = (ends - pattern.window).clamp(min=0) if pattern.window else torch.zeros_like(ends)
         positions = torch.arange(int((ends - lows).max())) + lows
         padding = positions >= ends
-        lines = self.store.line_index(self._tables[group], positions.masked_fill(padding, 0))
+        lines = self.store.line_index(tables[rows], positions.masked_fill(padding, 0))
         lines.masked_fill_(padding[:, None], self.store.zero_line)
         mask = self._mask(padding, pattern)[:, None, None]
         if pattern.slopes:
             mask = mask + self._bias((positions - ends + 1)[:, None, None], pattern.slopes)
-        tokens = torch.tensor([self._firsts[i] for i in group])
+        tokens = torch.tensor([self._firsts[i] for i in rows])
         return _Singles(tokens, lines.reshape(-1), mask)
 
-    def _plan_chunk(self, row: int, pattern: Pattern, *, own: bool) -> _Chunk:
+    def _plan_chunk(self, row: int, pattern: Pattern, tables: Tensor, *, own: bool) -> _Chunk:
         start, count, first = self._starts[row], self._counts[row], self._firsts[row]
         low = max(0, start + 1 - pattern.window) if pattern.window else 0
         windowed = 0 < pattern.window < start + count
@@ -153,7 +153,7 @@ class StepAttention:
         keys, queries = torch.arange(low, start + count)[None], torch.arange(start, start + count)
         lines = None
         if not own or start:
-            lines = self.store.line_index(self._tables[row : row + 1], keys).reshape(-1)
+            lines = self.store.line_index(tables[row : row + 1], keys).reshape(-1)
         distance = keys - queries[:, None]
         hidden = distance > 0
         if pattern.window:
@@ -188,7 +188,7 @@ class StepAttention:
         where those of `layer` are in the cache."""
         if k is not None and v is not None:
             self.write(layer, k, v)
-        plan = self._plan(pattern, own=k is not None)
+        plan = self._plan(pattern, self.store.group(layer), own=k is not None)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in plan.singles:
             self._attend_singles(layer, group, pattern, q, out)
@@ -198,10 +198,15 @@ class StepAttention:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k and v [T, kv_heads, d] to the cache, but for rows in `unwritten`."""
-        if self._written is None:
-            self.store.write(layer, self._write_index, k, v)
-        elif self._written.numel():
-            self.store.write(layer, self._write_index, k[self._written], v[self._written])
+        if self._written is not None:
+            if not self._written.numel():
+                return
+            k, v = k[self._written], v[self._written]
+        group = self.store.group(layer)
+        if group not in self._write_index:
+            index = self.store.line_index(self._tables[group][self._owners], self._spots)
+            self._write_index[group] = index.reshape(-1)
+        self.store.write(layer, self._write_index[group], k, v)
 
     def _attend_singles(
         self, layer: int, group: _Singles, pattern: Pattern, q: Tensor, out: Tensor
@@ -308,7 +313,7 @@ def attend_reference(
 ) -> Tensor:
     """The same, token by token, head by head, in float64, with K and V already in the cache.
 
-    q [T, heads, d] -> [T, heads * d] float64.
+    One KV group: tables [rows, width]. q [T, heads, d] -> [T, heads * d] float64.
     """
     heads, d = q.shape[1], q.shape[2]
     out = torch.empty(q.shape, dtype=torch.float64)

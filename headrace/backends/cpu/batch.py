@@ -24,10 +24,11 @@ Ids = npt.NDArray[np.int64]
 class Batch(msgspec.Struct, frozen=True):
     """The forward rows of one step, one after another.
 
-    ids [T] int64; tables [device rows, width] int64 block ids; forward row i is the sequence in
-    device row rows[i] and computes positions [starts[i], starts[i] + counts[i]); forward rows in
-    `unwritten` find their KV in the cache; the last tokens of forward rows in `chosen`
-    (each once) get logits. `whole`: the others may be asked for `again`, and all for `states`.
+    ids [T] int64; tables [KV groups, device rows, width] int64 block ids; forward row i is the
+    sequence in device row rows[i] and computes positions [starts[i], starts[i] + counts[i]);
+    forward rows in `unwritten` find their KV in the cache; the last tokens of forward rows in
+    `chosen` (each once) get logits. `whole`: the others may be asked for `again`, and all for
+    `states`.
     """
 
     ids: Ids

@@ -32,7 +32,7 @@ class TorchForward:
         step = StepAttention(
             self._store,
             self._scratch,
-            tables[batch.rows],
+            tables[:, batch.rows],
             batch.starts,
             batch.counts,
             batch.unwritten,
@@ -66,7 +66,7 @@ class TorchForward:
         lasts = [batch.starts[i] + batch.counts[i] - 1 for i in batch.chosen]
         ones, every = [1] * len(rows), range(len(rows))
         return StepAttention(
-            self._store, self._scratch, torch.from_numpy(batch.tables)[rows], lasts, ones, every
+            self._store, self._scratch, torch.from_numpy(batch.tables)[:, rows], lasts, ones, every
         )
 
     def peaks(self, logits: Logits) -> Peaks:

@@ -1,7 +1,8 @@
 """The memory of the paged KV cache, on the CPU; no torch.
 
-One K and one V array a layer, [blocks + 1, kv_heads, block_size, head_dim]: a head's keys within a
-block lie next to each other. The extra last block stays zero for ever: padding reads it, so that
+One K and one V array for each layer of a group, [blocks + 1, kv_heads, block_size, head_dim]: a
+head's keys within a block lie next to each other. Layers of several groups share an array, for
+their blocks differ. The extra last block stays zero for ever: padding reads it, so that
 no stale value (not even NaN) can reach a sequence that does not own it.
 
 int8 caches hold x = scale * q, a float32 scale for each line: one token of one head.
@@ -9,6 +10,7 @@ int8 caches hold x = scale * q, a float32 scale for each line: one token of one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,9 @@ class KvMemory:
     """K and V of every layer, of type `dtype` (float32, float16, bfloat16 or int8). A block takes
     memory from its first write on.
 
+    layers: of one KV group. places: of each layer of the model, its group and its array; None = one
+    group of all of them.
+
     keys_are_values: one line is both, as in latent attention.
     """
 
@@ -39,10 +44,13 @@ class KvMemory:
         head_dim: int,
         dtype: str,
         keys_are_values: bool = False,
+        places: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         assert not (keys_are_values and dtype == "int8"), "int8 is written by native kernels"
         self.blocks, self.kv_heads = blocks, kv_heads
         self.block_size, self.head_dim, self.dtype = block_size, head_dim, dtype
+        self.places = list(places or ((0, layer) for layer in range(layers)))
+        self.groups = 1 + max(group for group, _ in self.places)
         shape = (blocks + 1, kv_heads, block_size, head_dim)
         self.k: list[Array] = [zeros(shape, _BITS[dtype]) for _ in range(layers)]
         self.v = self.k

@@ -10,20 +10,26 @@ from headrace.backends.cpu.kv_memory import Array, KvMemory
 
 
 class KvStore:
-    """K and V of every layer of `memory`, for what computes on torch."""
+    """K and V of `memory`, for what computes on torch."""
 
     def __init__(self, memory: KvMemory) -> None:
         assert memory.dtype != "int8", "int8 is read and written by native kernels"
         self.blocks, self.kv_heads = memory.blocks, memory.kv_heads
         self.block_size, self.head_dim = memory.block_size, memory.head_dim
+        self._places = memory.places
         dtype: torch.dtype = getattr(torch, memory.dtype)
         self.k = [_tensor(array, dtype) for array in memory.k]
         same = memory.v is memory.k
         self.v = self.k if same else [_tensor(array, dtype) for array in memory.v]
 
+    def group(self, layer: int) -> int:
+        """The KV group of a layer: whose tables say where its lines are."""
+        return self._places[layer][0]
+
     def lines(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V as [(blocks + 1) * kv_heads * block_size, head_dim]; see `line_index`."""
-        return self.k[layer].view(-1, self.head_dim), self.v[layer].view(-1, self.head_dim)
+        at = self._places[layer][1]
+        return self.k[at].view(-1, self.head_dim), self.v[at].view(-1, self.head_dim)
 
     def line_index(self, tables: Tensor, positions: Tensor) -> Tensor:
         """Where positions of sequences lie in `lines`.

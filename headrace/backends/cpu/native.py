@@ -89,13 +89,15 @@ class Recorder:
         """See `Ops`; q stays beside k and v: [T, heads + 2 kv_heads, d]."""
         b = self._buffers
         self._product(x, norm, linear, b.qkv)
-        tensors = {"out": b.qkv, **self._cache(attention.layer)}
+        group, cache = self._cache(attention.layer)
+        tensors = {"out": b.qkv, **cache}
         tensors["cosines"], tensors["sines"] = self._turns[attention.rope]
         epsilon = 0.0
         if attention.q_norm is not None and attention.k_norm is not None:
             tensors |= {"weight": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
             epsilon = attention.q_norm.eps
         self._add(abi.ROTATE, (), tensors, scale=attention.scale, epsilon=epsilon)
+        self.ops[-1].group = group
         return b.qkv
 
     def narrow(self, x: Array, q: Array) -> tuple[Array, Array]:
@@ -112,9 +114,9 @@ class Recorder:
     def attend(self, attention: Attention, q: Array) -> Array:
         """See `Ops`."""
         y = self._buffers.y
-        tensors = {"x": q, "out": y, **self._cache(attention.reads)}
-        self._add(abi.ATTEND, (), tensors, softcap=attention.softcap)
-        self.ops[-1].window = attention.window
+        group, cache = self._cache(attention.reads)
+        self._add(abi.ATTEND, (), {"x": q, "out": y, **cache}, softcap=attention.softcap)
+        self.ops[-1].window, self.ops[-1].group = attention.window, group
         return self._gather(y, self._buffers.chosen_y) if self._rows else y
 
     def add_linear(self, x: Array, y: Array, linear: Linear, post: RMSNorm | None) -> Array:
@@ -175,13 +177,14 @@ class Recorder:
             tensors["bias"] = linear.bias
         self._add(kind, matrices, tensors, flags=how | flags, width=out.shape[1], acts=True)
 
-    def _cache(self, layer: int) -> dict[str, Array]:
+    def _cache(self, layer: int) -> tuple[int, dict[str, Array]]:
+        """The KV group of a layer, and its arrays."""
         memory = self._memory
-        memory = self._memory
-        found = {"k": memory.k[layer], "v": memory.v[layer]}
+        group, at = memory.places[layer]
+        found = {"k": memory.k[at], "v": memory.v[at]}
         if memory.k_scales:
-            found |= {"k_scales": memory.k_scales[layer], "v_scales": memory.v_scales[layer]}
-        return found
+            found |= {"k_scales": memory.k_scales[at], "v_scales": memory.v_scales[at]}
+        return group, found
 
     def _kind_of_acts(self, matrices: Sequence[PackedMatrix]) -> int:
         plain = any(matrix.ggml_type in PLAIN_TYPES for matrix in matrices)
@@ -254,7 +257,7 @@ class NativeForward:
         rows: int,
         exact: bool,
     ) -> None:
-        self._model, self._weights, self._memory, self.pool = model, weights, memory, pool
+        self._model, self._weights, self.memory, self.pool = model, weights, memory, pool
         self._exact = exact
         self._positions, self._turns = positions, model.turns(positions)
         self._kv_type = abi.KV_TYPES[memory.dtype]
@@ -263,7 +266,7 @@ class NativeForward:
     def _record(self, tokens: int, rows: int) -> None:
         buffers = Buffers(self.pool, self._model, tokens, rows)
         recorder = Recorder(
-            self._model, self._weights, self._memory, buffers, self._turns, exact=self._exact
+            self._model, self._weights, self.memory, buffers, self._turns, exact=self._exact
         )
         self._model.logits(self._model.forward(recorder), recorder)
         self._buffers, self._recorder = buffers, recorder
@@ -277,7 +280,7 @@ class NativeForward:
         recorder = Recorder(
             self._model,
             self._weights,
-            self._memory,
+            self.memory,
             self._buffers,
             self._turns,
             exact=self._exact,
@@ -343,7 +346,9 @@ class NativeForward:
             furthest = int(positions[:tokens].max())
         assert furthest < self._positions, "a position past the rotary table"
         step.tokens, step.head_count = tokens, len(chosen)
-        step.tables, step.table_width = tables.ctypes.data, tables.shape[1]
+        step.tables = tables.ctypes.data
+        groups, step.table_rows, step.table_width = tables.shape
+        assert groups == self.memory.groups, "a table for each KV group"
         self.pool.run(ops, step)
 
     def _empty_step(self) -> Step:
@@ -354,7 +359,7 @@ class NativeForward:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            block_size=self._memory.block_size,
+            block_size=self.memory.block_size,
             kv_type=self._kv_type,
             **{name: column.ctypes.data for name, column in columns},
         )
@@ -400,5 +405,5 @@ class NativeForward:
     def close(self) -> None:
         """End the pool; drop weights and buffers."""
         self.pool.close()
-        del self._model, self._weights, self._memory, self._buffers, self._recorder, self._ops
+        del self._model, self._weights, self.memory, self._buffers, self._recorder, self._ops
         del self._whole, self._last, self._columns, self._step

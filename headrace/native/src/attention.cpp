@@ -48,8 +48,7 @@ template <class T>
 Cache<T> cache_of(const Work& work, const void* base, const float* scales, int token, int kv_head) {
   const Step& step = *work.step;
   return {static_cast<const T*>(base), step.kv_type == kQ8_0 ? scales : nullptr,
-          step.tables + static_cast<int64_t>(step.rows[token]) * step.table_width,
-          step.block_size, step.kv_heads, kv_head, step.head_dim};
+          table_of(*work.op, step, token), step.block_size, step.kv_heads, kv_head, step.head_dim};
 }
 
 // Pointers and scales of `count` positions from `start` on.

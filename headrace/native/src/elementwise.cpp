@@ -181,8 +181,7 @@ void rotate(const Work& work) {
     if (!step.writes[t]) continue;
     float* k = q + step.heads * width;
     const float* v = k + step.kv_heads * width;
-    const int64_t* table = step.tables + static_cast<int64_t>(step.rows[t]) * step.table_width;
-    const int64_t block = table[position / step.block_size];
+    const int64_t block = table_of(op, step, t)[position / step.block_size];
     for (int h = 0; h < step.kv_heads; ++h, k += width, v += width) {
       if (op.k_norm) norm_head(k, op.k_norm, width, op.epsilon);
       turn(k, half, cosines, sines, 1.0f);

@@ -82,6 +82,7 @@ struct Op {
   int32_t stride;            // floats between rows of x
   float scale;               // of rows of an embedding, of q
   float softcap;             // scores, or what a linear gives, become c tanh(x / c); 0: as they are
+  int32_t group;             // of `tables`, for a layer's cache
   const float* k_norm;       // [head_dim]
   const float* cosines;      // [positions, head_dim / 2]
   const float* sines;
@@ -95,11 +96,18 @@ struct Step {
   const int32_t* rows;         // [tokens] row of `tables`
   const int32_t* positions;    // [tokens]
   const int32_t* writes;       // [tokens] 1: store k and v
-  const int64_t* tables;       // [rows, table_width] block ids
+  const int64_t* tables;       // [groups, table_rows, table_width] block ids
   int32_t table_width;
   int32_t heads;
   int32_t kv_heads;
   int32_t head_dim;
   int32_t block_size;          // tokens of a KV block
   int32_t kv_type;             // kF32, kF16, kBF16, or kQ8_0 for int8 with a scale a line
+  int32_t table_rows;
 };
+
+// The block table of a token in the group of an op's layer.
+inline const int64_t* table_of(const Op& op, const Step& step, int token) {
+  const int64_t row = static_cast<int64_t>(op.group) * step.table_rows + step.rows[token];
+  return step.tables + row * step.table_width;
+}
