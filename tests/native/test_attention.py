@@ -288,9 +288,11 @@ def test_rotate_and_write(
         block, slot = tables[0, positions[t] // 4], positions[t] % 4
         wanted_k[block, :, slot] = turned[t, case.heads : case.heads + kv_heads]
         wanted_v[block, :, slot] = before[t, case.heads + kv_heads :]
-    step = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3, "int8": 2e-2}[kind]
-    np.testing.assert_allclose(k.floats(kind), wanted_k, rtol=step, atol=step)
-    np.testing.assert_allclose(v.floats(kind), wanted_v, rtol=step, atol=step)
+    step = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3, "int8": 1e-4}[kind]
+    for cache, wanted in ((k, wanted_k), (v, wanted_v)):
+        # int8 rounds to 127 steps of a line's largest: it is off by half of one at most.
+        rounding = float(np.abs(wanted).max()) / 250 if kind == "int8" else 0.0
+        np.testing.assert_allclose(cache.floats(kind), wanted, rtol=step, atol=step + rounding)
 
 
 @FUZZ
