@@ -9,7 +9,9 @@ over transports that drop what they get:
                each waits for that of all before it
     forwarded  the rest of its turn
     answered   a whole answer
-    chunk      one event of a stream
+    began      the head of a stream and its first event
+    chunk      one event more
+    ended      its last events: usage and [DONE]
 
 Medians of 64, the lowest of all rounds: what the work takes when nobody disturbs it.
 """
@@ -119,7 +121,11 @@ def turn(
     }
     if len(answer) == 1:
         return found | {"answered": parts_ns[0] / each}
-    return {"chunk": min(parts_ns[1:-1]) / each}
+    return {
+        "began": (parts_ns[0] + parts_ns[1]) / each,
+        "chunk": min(parts_ns[2:-1]) / each,
+        "ended": parts_ns[-1] / each,
+    }
 
 
 async def measure(rounds: int) -> dict[str, float]:

@@ -100,6 +100,7 @@ class EngineClient:
         self._pulse_s = time.monotonic()  # when the last pulse came; the start counts as one
         self._dead = False
         self._tick_task: asyncio.Task[None] | None = None
+        self._looks_soon = False  # `_readable` is going to be called
 
     async def start(self) -> None:
         """Connect. The engine may come later; until its first pulse the state is "loading"."""
@@ -248,11 +249,15 @@ class EngineClient:
             self._dealer.send(self._encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
-        # The FD is edge-triggered and any call may consume the edge: look for input again.
-        self._loop.call_soon(self._readable)
+        # The FD is edge-triggered and any call may consume the edge: look for input again, once
+        # for all that this turn of the loop sends.
+        if not self._looks_soon:
+            self._looks_soon = True
+            self._loop.call_soon(self._readable)
         return True
 
     def _readable(self) -> None:
+        self._looks_soon = False
         if self._dealer.closed:
             return
         for _ in range(BURST):

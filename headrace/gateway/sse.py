@@ -147,6 +147,10 @@ class EventStream:
 
 def _events(whole: bytes) -> list[bytes]:
     """Whole events, each with its blank line."""
+    if b"\r" not in whole:
+        *events, rest = whole.split(b"\n\n")
+        out = [event + b"\n\n" for event in events]
+        return [*out, rest] if rest else out
     out, at = [], 0
     for match in _BLANK.finditer(whole):
         if match.start() >= at:
@@ -159,6 +163,9 @@ def _events(whole: bytes) -> list[bytes]:
 
 def _fields(event: bytes) -> tuple[str, str]:
     """Name and data of one event, as the standard reads them."""
+    line_end = event.find(b"\n")
+    if event.startswith(b"data: ") and event[line_end:] == b"\n\n" and b"\r" not in event:
+        return "", event[6:line_end].decode("utf-8", "replace")  # as nearly all are
     name, data = "", []
     for line in _LINE.split(event.decode("utf-8", "replace")):
         field, _, value = line.partition(":")

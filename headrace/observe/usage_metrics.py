@@ -10,6 +10,7 @@ class UsageMetrics:
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         self._model_name = model_name
+        self._series: dict[tuple[Counter | str, ...], Counter] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ["model_name", *labels], registry=registry)
@@ -36,12 +37,19 @@ class UsageMetrics:
         self, outcome: str, tokens: dict[str, int], compute_s: float, cost: float, currency: str
     ) -> None:
         """One record. tokens: by kind."""
-        name = self._model_name
-        self._requests.labels(name, outcome).inc()
+        self._add(self._requests, outcome)
         for kind, count in tokens.items():
-            self._tokens.labels(name, kind).inc(count)
-        self._compute.labels(name).inc(compute_s)
-        self._cost.labels(name, currency).inc(cost)
+            self._add(self._tokens, kind, by=count)
+        self._add(self._compute, by=compute_s)
+        self._add(self._cost, currency, by=cost)
+
+    def _add(self, counter: Counter, *labels: str, by: float = 1.0) -> None:
+        """A series is shown from the first time it is named, and found by one lookup later."""
+        series = self._series.get((counter, *labels))
+        if series is None:
+            series = self._series[counter, *labels] = counter.labels(self._model_name, *labels)
+        if by:
+            series.inc(by)
 
     def count_error(self) -> None:
         """A record could not be written."""
