@@ -221,6 +221,13 @@ class WorkerLost(EngineError):
     code = "worker_lost"
 
 
+class Loop(EngineError):
+    """A request came back to the gateway that had sent it on."""
+
+    status = 508
+    code = "loop"
+
+
 class EngineDead(EngineError):
     """The engine process ended or stopped answering."""
 

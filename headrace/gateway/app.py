@@ -13,7 +13,14 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.errors import HeadraceError, InvalidRequest, NotFound, ShuttingDown, WrongMethod
+from headrace.errors import (
+    HeadraceError,
+    InvalidRequest,
+    Loop,
+    NotFound,
+    ShuttingDown,
+    WrongMethod,
+)
 from headrace.gateway import page
 from headrace.gateway.answers import body_of
 from headrace.gateway.board import Board
@@ -23,6 +30,7 @@ from headrace.gateway.console import JOINED, Console, joined
 from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
+from headrace.gateway.headers import came_back, mark_of
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.lint import Lint
 from headrace.gateway.metrics import GatewayMetrics, merged
@@ -77,6 +85,7 @@ class Gateway:
         self.fleet = Fleet(settings, board)
         self.fleet.registry = registry
         self._siblings = siblings
+        self.mark = mark_of(str(siblings.path.parent) if siblings is not None else "")
         self.fleet.changed.append(self._worker_hangs)
         self.reader = PromptReader(settings.ask_usage)
         self.doorkeeper = doorkeeper
@@ -111,7 +120,7 @@ class Gateway:
         self.exchanges: set[Exchange] = set()
         self.clients: set[Client] = set()
         self.port = 0
-        self._checks = Checks(self.fleet, settings)
+        self._checks = Checks(self.fleet, settings, self.mark)
         self._stop = asyncio.Event()
         self._idle = asyncio.Event()
         self._routes: dict[str, Callable[[], tuple[int, Any]]] = {
@@ -242,6 +251,8 @@ class Gateway:
     def _handle(self, client: Client, request: Request) -> Serving | None:
         path = request.path
         try:
+            if came_back(request, self.mark):
+                raise Loop("a worker of this gateway leads back to it")
             if page.is_page(path):
                 self._page(client, request)
                 return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import Loop
 from headrace.gateway.fleet import Fleet
 from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.upstream import fetch
@@ -23,8 +24,9 @@ MODELS_EVERY = 10  # checks
 class Checks:
     """One task a worker, as long as the worker is in the fleet."""
 
-    def __init__(self, fleet: Fleet, settings: GatewaySettings) -> None:
-        self._fleet, self._settings = fleet, settings
+    def __init__(self, fleet: Fleet, settings: GatewaySettings, mark: bytes) -> None:
+        """mark: the gateway's name in `Via`."""
+        self._fleet, self._settings, self._mark = fleet, settings, mark
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
     def sync(self) -> None:
@@ -74,12 +76,17 @@ class Checks:
 
     async def _check(self, worker: Worker, models: bool, timeout_s: float) -> str:
         """What is wrong with it; "" = nothing. Raises OSError or TimeoutError."""
-        status, _ = await fetch(worker.pool, request(worker, worker.spec.health_path), timeout_s)
+        path = worker.spec.health_path
+        status, _ = await fetch(worker.pool, request(worker, path, self._mark), timeout_s)
+        if status == Loop.status:
+            return "it is this gateway, or leads back to it"
         if status != 200:
-            return f"{worker.spec.health_path} says {status}"
+            return f"{path} says {status}"
         if not models:
             return ""
-        status, body = await fetch(worker.pool, request(worker, "/v1/models"), timeout_s)
+        status, body = await fetch(
+            worker.pool, request(worker, "/v1/models", self._mark), timeout_s
+        )
         if status != 200:
             return "" if worker.spec.models else f"/v1/models says {status}"
         worker.cards = _cards(body)
@@ -88,11 +95,12 @@ class Checks:
         return "" if worker.models else "/v1/models names no model"
 
 
-def request(worker: Worker, path: str) -> bytes:
+def request(worker: Worker, path: str, mark: bytes) -> bytes:
     """A GET of the gateway's own."""
+    via = mark.decode()
     key = f"authorization: Bearer {worker.spec.api_key}\r\n" if worker.spec.api_key else ""
-    text = f"GET {path} HTTP/1.1\r\nhost: {worker.host.decode()}\r\n{key}connection: close\r\n\r\n"
-    return text.encode()
+    head = f"GET {path} HTTP/1.1\r\nhost: {worker.host.decode()}\r\nvia: 1.1 {via}\r\n"
+    return f"{head}{key}connection: close\r\n\r\n".encode()
 
 
 def _cards(body: bytes) -> dict[str, object]:

@@ -105,6 +105,9 @@ class Resolver:
         rows = [row for row in answer if row.target.labels != (b"",)]  # "." says: no service
         if not rows:
             raise Nothing("its SRV record says that there is no service")
+        rows = [row for row in rows if row.port]
+        if not rows:
+            raise Nothing("its SRV records name port 0")
         first = min(row.priority for row in rows)
         ends = [
             (row.target.to_text(omit_final_dot=False), row.port)

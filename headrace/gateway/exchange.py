@@ -28,7 +28,7 @@ from headrace.gateway.worker import Worker
 if TYPE_CHECKING:
     from headrace.gateway.app import Gateway
 
-RETRIED = frozenset({502, 503, 504})  # another worker may do better
+RETRIED = frozenset({502, 503, 504, 508})  # another worker may do better
 MAX_HELD_BYTES = 2**20  # of an answer that is no stream; a longer one passes as it comes
 STATUS_OF = {
     "invalid_request_error": 400,
@@ -227,6 +227,7 @@ class Exchange:
             self.id.encode(),
             len(body),
             spec.api_key.encode(),
+            self._gateway.mark,
             keyed=self._gateway.doorkeeper.keyed,
         )
         connection.ask(head + body, self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 import string
@@ -30,16 +31,39 @@ _COUNT = itertools.count()
 _FIT = frozenset((string.ascii_letters + string.digits + "-_.:").encode())
 
 
+def mark_of(folder: str = "") -> bytes:
+    """How a gateway names itself in `Via` (RFC 9110, 7.6.3). folder: of its processes, which have
+    one name; "" = it is one process."""
+    own = hashlib.sha256(folder.encode()).hexdigest()[:20] if folder else secrets.token_hex(10)
+    return b"headrace-" + own.encode()
+
+
+def came_back(request: Request, mark: bytes) -> bool:
+    """Whether the gateway of that name has sent the request on before."""
+    if b"via" not in request.known:
+        return False
+    return any(name == b"via" and mark in value for name, value in request.headers)
+
+
 def request_head(
-    request: Request, host: bytes, id_: bytes, body_bytes: int, api_key: bytes, *, keyed: bool
+    request: Request,
+    host: bytes,
+    id_: bytes,
+    body_bytes: int,
+    api_key: bytes,
+    mark: bytes,
+    *,
+    keyed: bool,
 ) -> bytes:
-    """The head of what a worker gets. keyed: the client's key is ours, so it is not sent on."""
+    """The head of what a worker gets. mark: our name in `Via`. keyed: the client's key is ours, so
+    it is not sent on."""
     drop = WITH_KEYS if api_key or keyed else NOT_SENT_ON
     lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (request.method, request.target, host)]
     lines += [b"%b: %b" % pair for pair in request.headers if pair[0] not in drop]
     if api_key:
         lines.append(b"authorization: Bearer " + api_key)
-    lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id_, body_bytes))
+    lines.append(b"via: 1.1 %b\r\nx-request-id: %b" % (mark, id_))
+    lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
     return b"\r\n".join(lines)
 
 

@@ -189,6 +189,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"worker {self.url!r}: http://HOST:PORT or https://HOST:PORT, without a path",
                 param="workers",
             )
+        if port == 0:
+            raise ConfigError(f"worker {self.url!r}: nobody listens at port 0", param="workers")
         return parts.hostname, port or PORTS[parts.scheme]
 
 

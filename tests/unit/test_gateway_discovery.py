@@ -229,8 +229,14 @@ async def test_what_the_resolver_makes_of_answers() -> None:
         (one,), _ = await find("dns+http://both.test")
         assert one == Target("10.0.0.1", 80, "both.test"), "a worker with two families is one"
         server.set("away.test", "SRV", "0 0 0 .")
+        server.set("zero.test", "SRV", "0 0 0 six.test.")
         server.set("lost.test", "SRV", "0 0 80 none.test.")
-        names = ("dnssrv+http://away.test", "dnssrv+http://six.test", "dnssrv+http://lost.test")
+        names = (
+            "dnssrv+http://away.test",
+            "dnssrv+http://zero.test",
+            "dnssrv+http://six.test",
+            "dnssrv+http://lost.test",
+        )
         for url in (*names, "dns+http://none.test"):
             with pytest.raises(Nothing):
                 await find(url)

@@ -323,6 +323,41 @@ async def test_a_worker_that_leaves_the_list_ends_what_it_has() -> None:
         assert (len(worker.asked), len(other.asked)) == (1, 1)
 
 
+async def test_a_gateway_that_is_its_own_worker_sends_itself_nothing() -> None:
+    async with Mock() as worker:
+        registry = Changing([WorkerSpec(url=worker.url)])
+        async with gateway(registry=registry) as made:
+            own = f"http://127.0.0.1:{made.port}"
+            registry.apply([WorkerSpec(url=url) for url in (worker.url, own)])
+            await until(lambda: "this gateway" in made.fleet.workers[own].why, "it is found out")
+            for _ in range(3):
+                assert (await call(made.port, chat())).status == 200
+            assert len(worker.asked) == 3
+            assert await metric(made, "placements_total", worker=own) == 0
+
+
+async def test_two_gateways_that_are_each_others_workers_answer_all_the_same() -> None:
+    """A request that comes round is tried elsewhere; where there is nowhere, it is refused."""
+    async with Mock() as worker:
+        registries = [Changing([WorkerSpec(url=worker.url)]) for _ in range(2)]
+        async with gateway(registry=registries[0]) as a, gateway(registry=registries[1]) as b:
+            far = {a: f"http://127.0.0.1:{b.port}", b: f"http://127.0.0.1:{a.port}"}
+            for made, registry in zip(far, registries, strict=True):
+                registry.apply([WorkerSpec(url=url) for url in (worker.url, far[made])])
+                await until(lambda m=made: m.fleet.workers[far[m]].up, "it is up")
+            for _ in range(4):
+                reply = await call(a.port, chat(), headers={"via": "1.1 theirs"})
+                assert reply.status == 200
+            assert len(worker.asked) == 4
+            assert {"1.1 theirs"} != {asked.headers["via"] for asked in worker.asked}
+            await worker.die()
+            await until(lambda: not a.fleet.workers[worker.url].up, "it is out")
+            await until(lambda: not b.fleet.workers[worker.url].up, "it is out")
+            reply = await call(a.port, chat(stream=True))
+            assert reply.status in (502, 503, 508)
+            assert reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("patient", [True, False])
 async def test_the_gateway_stops_when_its_requests_have_ended(patient: bool) -> None:
     go_on = asyncio.Event()

@@ -38,6 +38,7 @@ def test_bad_settings_are_named(values: dict[str, Any], named: str) -> None:
         ("workers = 3", "workers"),
         ('[[workers]]\nurl = "ftp://x"', "ftp://x"),
         ('[[workers]]\nurl = "http://x:y"', "http://x:y"),
+        ('[[workers]]\nurl = "http://x:0"', "port 0"),
         ('[[workers]]\nurl = "http://x/path"', "without a path"),
         ('[[workers]]\nurl = "http://x"\n[[workers]]\nurl = "http://x:80/"', "twice"),
         ('[[workers]]\nurl = "http://x"\nweight = 1', "weight"),
