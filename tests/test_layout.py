@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "stages": set(),
     "messages": {"errors"},
+    "foreign_json": {"errors"},
     "config": {"errors", "messages", "draws", "prices"},
     "draws": {"errors"},
     "prices": {"errors"},
@@ -43,11 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe", "kv"},
     "hooks": {"errors"},
-    "gateway": BASE | {"observe", "children", "runtime_folder", "sources", "text", "web_page"},
+    "gateway": BASE
+    | {"observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
-    | {"hooks", "pages", "prices", "vectors", "web_page"},
+    | {"hooks", "pages", "prices", "vectors", "web_page", "foreign_json"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},

@@ -15,12 +15,12 @@ import msgspec
 from headrace import __version__
 from headrace.errors import (
     HeadraceError,
-    InvalidRequest,
     Loop,
     NotFound,
     ShuttingDown,
     WrongMethod,
 )
+from headrace.foreign_json import Malformed, read_json, refusal
 from headrace.gateway import page
 from headrace.gateway.answers import body_of
 from headrace.gateway.board import Board
@@ -366,9 +366,9 @@ class Gateway:
     def _drain_worker(self, body: bytes) -> tuple[int, Any]:
         """{"worker": URL, "drain": true}: it takes nothing new until told otherwise."""
         try:
-            asked = msgspec.json.decode(body, type=_Drain)
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"the body: {error}") from None
+            asked = read_json(body, _Drain)
+        except Malformed as error:
+            raise refusal(body, error) from None
         worker = self.fleet.workers.get(asked.worker.rstrip("/"))
         if worker is None:
             raise NotFound(f"no worker {asked.worker}", param="worker", code="worker_not_found")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
-
-import msgspec
 
 from headrace.errors import Loop
+from headrace.foreign_json import Malformed, read_json
 from headrace.gateway.fleet import Fleet
 from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.upstream import fetch
@@ -105,7 +103,7 @@ def request(worker: Worker, path: str, mark: bytes) -> bytes:
 
 def _cards(body: bytes) -> dict[str, object]:
     try:
-        said: Any = msgspec.json.decode(body)
+        said = read_json(body, dict)
         return {card["id"]: card for card in said["data"] if isinstance(card["id"], str)}
-    except (msgspec.DecodeError, UnicodeEncodeError, KeyError, TypeError):
+    except (Malformed, KeyError, TypeError):
         return {}

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from headrace.foreign_json import Malformed, read_json
+
 Kind = Literal["time", "id", "order", "added", "dropped", "text"]
 
 _END = b"\0"  # JSON has none
@@ -203,7 +205,7 @@ def _characters(string: bytes) -> int:
     """Of a string's beginning, as it is written in JSON."""
     text = _HALF.sub("", string.decode(errors="ignore"))
     try:
-        decoded = msgspec.json.decode(f'"{text}"', type=str)
-    except (msgspec.DecodeError, UnicodeEncodeError):
+        decoded = read_json(f'"{text}"', str)
+    except Malformed:
         return len(text)  # half of a pair of escapes
     return len(decoded)

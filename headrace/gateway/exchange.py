@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.errors import HeadraceError, QueueFull, RateLimited, TimedOut, WorkerLost
+from headrace.foreign_json import Malformed, read_json
 from headrace.gateway.answers import MESSAGES, event_of
 from headrace.gateway.connection import Client, Request
 from headrace.gateway.fleet import NoRoom, Placement
@@ -477,8 +478,8 @@ class Exchange:
             return
         usage = Usage()
         try:
-            usage.read(msgspec.json.decode(body, type=_UsageOnly).usage)
-        except (msgspec.DecodeError, UnicodeEncodeError):
+            usage.read(read_json(body, _UsageOnly).usage)
+        except Malformed:
             return
         self._used(usage)
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import InvalidRequest
+from headrace.foreign_json import Malformed, read_json, refusal
 from headrace.gateway.prefix_index import (
     ALL_FINE,
     CHUNK_BYTES,
@@ -101,9 +102,11 @@ class PromptReader:
     def read(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> Prompt:
         """Raises InvalidRequest for what is no JSON object."""
         try:
-            said = msgspec.json.decode(body, type=_Body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+            said = read_json(body, _Body)
+            streams = said.stream is True
+            sent, strip = self._asking(path, body, said) if streams else (body, False)
+        except Malformed as error:
+            raise refusal(body, error) from None
         model = said.model if isinstance(said.model, str) else ""
         salt = said.cache_salt if isinstance(said.cache_salt, str) else ""
         ratio = self._ratios.get(model, BYTES_PER_TOKEN)
@@ -117,8 +120,6 @@ class PromptReader:
         else:
             chain = token_chain(ids, root, BLOCK_TOKENS)
             tokens, chunk_tokens = len(ids), float(BLOCK_TOKENS)
-        streams = said.stream is True
-        sent, strip = self._asking(path, body, said) if streams else (body, False)
         session = headers.get(b"x-session-id", b"").decode("latin-1")
         target = headers.get(b"x-slo-ttft-ms")
         return Prompt(
@@ -141,7 +142,8 @@ class PromptReader:
         )
 
     def _asking(self, path: str, body: bytes, said: _Body) -> tuple[bytes, bool]:
-        """The body with usage asked for, and whether the client has to be spared it."""
+        """The body with usage asked for, and whether the client has to be spared it. Raises
+        Malformed."""
         options = said.stream_options
         if not self._ask_usage or path not in STREAM_OPTIONS:
             return body, False
@@ -149,7 +151,7 @@ class PromptReader:
             end = body.rindex(b"}")
             return body[:end] + b',"stream_options":{"include_usage":true}}', True
         if options is None or (isinstance(options, dict) and not options.get("include_usage")):
-            whole = msgspec.json.decode(body)
+            whole = read_json(body, dict)
             whole["stream_options"] = {**(options or {}), "include_usage": True}
             return msgspec.json.encode(whole), True
         return body, False
@@ -160,8 +162,8 @@ def _ids(prompt: bytes) -> array[int] | None:
     if not prompt.startswith(b"[") or prompt[1:2] not in b"0123456789":
         return None
     try:
-        return array("I", msgspec.json.decode(prompt, type=list[_Id]))
-    except msgspec.DecodeError:
+        return array("I", read_json(prompt, list[_Id]))
+    except Malformed:
         return None
 
 

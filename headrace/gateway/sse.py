@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.foreign_json import Malformed, read_json
+
 MAX_EVENT_BYTES = 256 * 1024
 _BLANK = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
 _LINE = re.compile(r"\r\n|\n|\r")
@@ -130,8 +132,8 @@ class EventStream:
         if '"usage"' not in payload and '"error"' not in payload and name != "error":
             return False
         try:
-            said = msgspec.json.decode(payload)
-        except (msgspec.DecodeError, UnicodeEncodeError):
+            said = read_json(payload, object)
+        except Malformed:
             return False
         if not isinstance(said, dict):
             return False

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.foreign_json import Malformed, read_json
 from headrace.gateway.beliefs import card_of
 from headrace.gateway.prompt import GENERATES, Prompt
 from headrace.gateway.worker import Worker
@@ -87,18 +88,18 @@ class _Untold(Exception):
 
 
 def _chat_of(path: str, body: bytes) -> _Chat:
-    """A body of any conversation, as chat. Raises _Untold, DecodeError, ValidationError,
+    """A body of any conversation, as chat. Raises _Untold, Malformed, ValidationError,
     InvalidRequest.
     """
     if path == "/v1/messages":
-        fields = message_prompt.prompt_fields(msgspec.json.decode(body, type=_Messages))
+        fields = message_prompt.prompt_fields(read_json(body, _Messages))
     elif path == "/v1/responses":
-        said = msgspec.json.decode(body, type=_Responses)
+        said = read_json(body, _Responses)
         if said.previous_response_id is not None:
             raise _Untold("previous_response_id: the worker has what was said before")
         fields = response_prompt.prompt_fields(said, input_items(said.input))
     else:
-        chat = msgspec.json.decode(body, type=_Chat)
+        chat = read_json(body, _Chat)
         if chat.chat_template is not None:
             raise _Untold("chat_template: the request brings its own")
         return chat
@@ -120,7 +121,7 @@ class ModelTokens:
         """The tokens of a body's prompt; or why only the worker can tell them."""
         try:
             if path == "/v1/completions":
-                said = msgspec.json.decode(body, type=_Completion)
+                said = read_json(body, _Completion)
                 special = said.add_special_tokens is not False
                 return self.pieces.encode(said.prompt, add_special=special) or EMPTY
             chat = _chat_of(path, body)
@@ -134,8 +135,8 @@ class ModelTokens:
             return str(untold)
         except HeadraceError as error:
             return error.message[:MOST_REASON]
-        except (msgspec.DecodeError, RecursionError) as error:
-            return f"the body: {error}"[:MOST_REASON]
+        except (Malformed, msgspec.ValidationError) as error:
+            return f"the body {error}"[:MOST_REASON]
 
 
 class Tokenising:

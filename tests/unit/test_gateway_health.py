@@ -344,7 +344,8 @@ async def test_two_gateways_that_are_each_others_workers_answer_all_the_same() -
             far = {a: f"http://127.0.0.1:{b.port}", b: f"http://127.0.0.1:{a.port}"}
             for made, registry in zip(far, registries, strict=True):
                 registry.apply([WorkerSpec(url=url) for url in (worker.url, far[made])])
-                await until(lambda m=made: m.fleet.workers[far[m]].up, "it is up")
+            await until(lambda: a.fleet.workers[far[a]].up, "it is up")
+            await until(lambda: b.fleet.workers[far[b]].up, "it is up")
             for _ in range(4):
                 reply = await call(a.port, chat(), headers={"via": "1.1 theirs"})
                 assert reply.status == 200

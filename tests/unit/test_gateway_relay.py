@@ -93,6 +93,16 @@ async def test_pipelined_requests_get_answers_in_order() -> None:
         (b"{", "/v1/chat/completions", "POST", 400, "invalid_request"),
         (b"[]", "/v1/chat/completions", "POST", 400, "invalid_request"),
         (b"[" * 5000, "/v1/chat/completions", "POST", 400, "invalid_request"),
+        (b'{"model":"\xff"}', "/v1/chat/completions", "POST", 400, "invalid_request"),
+        (
+            b'{"stream":true,"stream_options":{},"x":"\xff"}',
+            "/v1/completions",
+            "POST",
+            400,
+            "invalid_request",
+        ),
+        (b'{"worker":"\xff"}', "/gateway/drain", "POST", 400, "invalid_request"),
+        (b"[" * 5000, "/gateway/drain", "POST", 400, "invalid_request"),
         (b"x" * 2000, "/v1/chat/completions", "POST", 413, "request_too_large"),
         (b"", "/v1/nothing", "POST", 404, "not_found"),
         (b"", "/v1/chat/completions", "GET", 405, "method_not_allowed"),
@@ -397,6 +407,30 @@ async def test_b098_usage_is_read_and_shown_only_to_those_who_asked(
         assert (b'"usage"' in reply.body) is shown
         assert data_of(reply.body)[-1] == "[DONE]"
         assert await metric(made, "tokens_total", kind="output") == 2
+
+
+@pytest.mark.parametrize(
+    "usage", [b'{"a":"\xff"}', b"[" * 5000 + b"]" * 5000, b'{"prompt_tokens":"\\ud800"}']
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_that_nobody_can_read_passes(usage: bytes, stream: bool) -> None:
+    said = b'{"choices":[],"usage":%b}' % usage
+
+    async def odd(asked: Asked, out: Out) -> None:
+        if stream:
+            await out.head()
+            await out.chunk(b"data: %b\n\n" % said)
+            await out.end()
+            return
+        kind = b"content-type: application/json"
+        await out.raw(b"HTTP/1.1 200 X\r\n%b\r\ncontent-length: %d\r\n\r\n" % (kind, len(said)))
+        await out.raw(said)
+
+    async with Mock(odd) as worker, gateway(worker) as made:
+        reply = await call(made.port, chat(stream=stream))
+        assert reply.status == 200
+        assert said in reply.body
+        assert await metric(made, "tokens_total", kind="output") == 0
 
 
 async def test_usage_is_not_asked_for_when_it_is_off() -> None:

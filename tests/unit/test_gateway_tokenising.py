@@ -58,6 +58,7 @@ def test_the_tokens_are_those_of_a_server() -> None:
         b"{}",
         b'{"messages":[]}',
         b'{"messages":"hi"}',
+        b'{"messages":[{"role":"user","content":"\xff"}]}',
         b'{"messages":[{"role":"wizard","content":"hi"}]}',
         b'{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}',
         b'{"messages":[{"role":"user","content":"hi"}],"chat_template":"x"}',
