@@ -414,7 +414,7 @@ async def test_b098_usage_is_read_and_shown_only_to_those_who_asked(
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_that_nobody_can_read_passes(usage: bytes, stream: bool) -> None:
-    said = b'{"choices":[],"usage":%b}' % usage
+    said = b'{"choices":[{}],"usage":%b}' % usage
 
     async def odd(asked: Asked, out: Out) -> None:
         if stream:
