@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.errors import InvalidRequest
 from headrace.foreign_json import Malformed, read_json, refusal
 
 
 @given(st.binary(max_size=40), st.sampled_from([b"", b'{"a":"', b'["\\ud8', b"[" * 3000]))
 def test_any_bytes_are_a_value_or_malformed(data: bytes, start: bytes) -> None:
+    told: InvalidRequest | None = None
     try:
         value = read_json(start + data, object)
     except Malformed as error:
         told = refusal(start + data, error)
     else:
-        told = None
         assert value == json.loads(start + data)
     assert told is None or told.status == 400
 
