@@ -48,7 +48,8 @@ async def requests(request: Request) -> Response:
     admin's. Raises InvalidRequest."""
     given = request.query_params.get("limit", str(SHOWN))
     digits = len(str(MOST_SHOWN))
-    if not given.isdecimal() or len(given) > digits or not 0 < int(given) <= MOST_SHOWN:
+    plain = given.isascii() and given.isdigit() and len(given) <= digits
+    if not plain or not 0 < int(given) <= MOST_SHOWN:
         raise InvalidRequest(f"limit = {given!r:.50}: 1 to {MOST_SHOWN}", param="limit")
     return _json(await service_of(request).records.newest(int(given), _whose(request)))
 

@@ -35,6 +35,7 @@ class Request(msgspec.Struct):
     known: dict[bytes, bytes]
     body: bytes
     chunks: bool  # the client knows chunked bodies (HTTP/1.1)
+    bare: bool = False  # HEAD: as GET, and the answer's body stays here
 
 
 class Serving(Protocol):
@@ -58,7 +59,7 @@ class Client(asyncio.Protocol):
         self._waiting: deque[Request] = deque()
         self._waiting_bytes = 0
         self._serving: Serving | None = None
-        self._answering = self._chunked = self._chunks = False
+        self._answering = self._chunked = self._chunks = self._bare = False
         self._keep, self._last = True, False  # last: nothing behind this answer
         self._since_s = time.monotonic()
         self._receiving = False
@@ -154,14 +155,16 @@ class Client(asyncio.Protocol):
         self._parts = []
         self._waiting_bytes += len(body)
         path = self._target.partition(b"?")[0].decode("latin-1")
+        method = self._parser.get_method()
         request = Request(
-            self._parser.get_method(),
+            b"GET" if method == b"HEAD" else method,
             self._target,
             path,
             self._headers,
             self._known,
             body,
             self._parser.get_http_version() == "1.1",
+            method == b"HEAD",
         )
         self._waiting.append(request)
         if not self._answering:
@@ -189,7 +192,7 @@ class Client(asyncio.Protocol):
     def _next(self) -> None:
         request = self._waiting.popleft()
         self._waiting_bytes -= len(request.body)
-        self._answering, self._chunks = True, request.chunks
+        self._answering, self._chunks, self._bare = True, request.chunks, request.bare
         self._taken_s = time.monotonic()
         serving = self._handle(self, request)
         if self._answering:
@@ -198,7 +201,8 @@ class Client(asyncio.Protocol):
     def answer(self, status: int, headers: Headers, body: bytes, more: bytes = b"") -> None:
         """A whole answer. more: headers as they are written, each with its end of line."""
         last = b"content-length: %d\r\n" % len(body)
-        self._transport.write(head(status, headers, more, last + self._connection()) + body)
+        whole = head(status, headers, more, last + self._connection())
+        self._transport.write(whole if self._bare else whole + body)
         self._over()
 
     def refuse(self, error: HeadraceError, path: str, more: bytes = b"") -> None:
@@ -253,7 +257,7 @@ class Client(asyncio.Protocol):
         self._last, self._keep, self._receiving = True, False, False
         if self._answering or self._waiting:
             return
-        self._chunked = False
+        self._chunked = self._bare = False
         self.refuse(error, "")
 
     # ------------------------------------------------------------ time

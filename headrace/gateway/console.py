@@ -162,7 +162,8 @@ def _asked(query: bytes, *known: str) -> dict[str, str]:
 
 def _limit(asked: dict[str, str]) -> int:
     text = asked.get("limit", str(ROWS))
-    if not (text.isdigit() and len(text) < 9 and 1 <= int(text) <= MOST_ROWS):
+    plain = text.isascii() and text.isdigit() and len(text) < 9  # int() takes other digits as well
+    if not (plain and 1 <= int(text) <= MOST_ROWS):
         raise InvalidRequest(f"limit: 1 to {MOST_ROWS}", param="limit")
     return int(text)
 

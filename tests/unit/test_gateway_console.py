@@ -183,6 +183,8 @@ def test_any_query_is_answered_or_refused(target: bytes) -> None:
         ("/gateway/decisions?limit=0", "limit"),
         ("/gateway/decisions?limit=1001", "limit"),
         ("/gateway/decisions?limit=x", "limit"),
+        ("/gateway/decisions?limit=%C2%B2", "limit"),
+        ("/gateway/decisions?limit=%D9%A3", "limit"),
         ("/gateway/decisions?silent=yes", "silent"),
         ("/gateway/decisions?other=1", "other"),
         ("/gateway/queue?limit=1", "limit"),

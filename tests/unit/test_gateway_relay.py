@@ -409,6 +409,32 @@ async def test_b098_usage_is_read_and_shown_only_to_those_who_asked(
         assert await metric(made, "tokens_total", kind="output") == 2
 
 
+async def test_head_is_get_without_the_body() -> None:
+    """So that what comes next on the connection is the next answer."""
+    async with Mock() as worker, gateway(worker) as made, Call(made.port) as one:
+        for path in ("/health", "/v1/models", "/v1/chat/completions"):
+            await one.send(None, path, {"connection": "keep-alive"}, "HEAD")
+        await one.send(None, "/health", method="GET")
+        await one.whole()
+        heads = bytes(one.seen).split(b"HTTP/1.1 ")[1:]
+        assert [head[:3] for head in heads] == [b"200", b"200", b"405", b"200"]
+        assert [head.partition(b"\r\n\r\n")[2] for head in heads[:3]] == [b""] * 3
+        assert b"content-length: 0" not in heads[0]
+        assert heads[3].endswith(b'{"status":"ok"}')
+
+
+async def test_pages_of_other_sites_change_nothing() -> None:
+    async with Mock() as worker, gateway(worker) as made:
+        body = {"worker": worker.url}
+        for headers in (
+            {"host": "localhost", "origin": "http://evil.test"},
+            {"host": "evil.test", "origin": "http://evil.test"},
+        ):
+            reply = await call(made.port, body, "/gateway/drain", headers)
+            assert (reply.status, reply.json()["error"]["code"]) == (403, "forbidden")
+        assert not made.fleet.workers[worker.url].draining
+
+
 @pytest.mark.parametrize(
     "usage", [b'{"a":"\xff"}', b"[" * 5000 + b"]" * 5000, b'{"prompt_tokens":"\\ud800"}']
 )
@@ -453,7 +479,7 @@ async def test_a_worker_that_refuses_connections_is_passed_over() -> None:
         assert await metric(made, "retries_total") >= 1
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
+@pytest.mark.parametrize("status", [502, 503, 504, 508])
 async def test_a_failed_answer_is_tried_elsewhere_and_told_if_it_fails_everywhere(
     status: int,
 ) -> None:
