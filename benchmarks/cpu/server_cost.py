@@ -8,8 +8,8 @@ once, 32 random ids -> 64 tokens, greedy. CPU seconds are those of all processes
 took: for headrace the native library, for llama-server the functions that compute, quantise, copy
 KV. Each computes with one thread, so that no time goes into waiting for another. The rest is what
 serving costs: scheduling, graphs and plans, sampling, text, JSON, HTTP, the system's calls. What
-the C library copies and clears may belong to either, so it is told apart. `--out` writes JSON with
-the ten largest names of each rest.
+the C library copies, clears and computes (exp) may belong to either, so it is told apart. `--out`
+writes JSON with the ten largest names of each rest.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from headrace.sources.resolve import resolve
 PROMPT, OUTPUT, CONTEXT = 32, 64, 128  # tokens of a stream; of its room
 SERVERS = ("headrace", "llama-server Q4_1")
 KERNELS = re.compile(
-    r"^(ggml_(compute_forward|vec|gemv|gemm|graph_compute|barrier|cpu|repack|fp16|fp32|quantize)"
-    r"|quantize_|dequantize_|repack_|tinyBLAS|llamafile_|GOMP_|gomp_|void \(anonymous namespace\)"
-    r"|\(anonymous namespace\)::tinyBLAS|.*ggml::cpu::|block_q|apply_unary_op|.*binary_op)"
+    r"^(void )?(ggml_(compute_forward|vec|gemv|gemm|graph_compute|barrier|cpu|repack|fp16|fp32"
+    r"|quantize)|quantize_|dequantize_|repack_|tinyBLAS|llamafile_|GOMP_|gomp_"
+    r"|void \(anonymous namespace\)|\(anonymous namespace\)::tinyBLAS|.*ggml::cpu::|block_q"
+    r"|apply_unary_op|.*binary_op)"
 )
+EITHER = "either"  # what kernels and the rest both call
 COPIES = re.compile(r"_*(mem(set|move|cpy)|clear_page|copy_page)")
 _LINE = re.compile(r"^\s*([\d.]+)%\s*\|([^|]*)\|[^|]*\[[.k]\] ([^|]*)")
 
@@ -71,8 +73,8 @@ def recorded(file: Path) -> tuple[float, dict[str, float]]:
         total += share
         if is_kernel(dso, symbol):
             kernels += share
-        elif COPIES.match(symbol):
-            rest["copies"] += share
+        elif COPIES.match(symbol) or "/libm.so" in dso:
+            rest[EITHER] += share
         else:
             rest[f"{Path(dso).name} {symbol}"[:80]] += share
     return kernels / total, {name: share / total for name, share in rest.items()}
@@ -85,8 +87,8 @@ def measure(name: str, scene: Scene, rounds: int) -> dict[str, Any]:
         plan.command.extend(["--threads", str(scene.threads)])
     with running(plan, 60.0) as server, tempfile.TemporaryDirectory() as folder:
         tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        wave = Wave(int(server.url.rpartition(":")[2]), scene.sequences)
-        wave.run(prompts(scene.sequences, PROMPT, -1), OUTPUT, "")
+        port = int(server.url.rpartition(":")[2])
+        _seconds(port, scene.sequences, -1)
         file = Path(folder) / "perf"
         pids = ",".join(str(process.pid) for process in tree)
         perf = subprocess.Popen(
@@ -96,15 +98,14 @@ def measure(name: str, scene: Scene, rounds: int) -> dict[str, Any]:
         )
         before_s, took_s = _cpu_s(tree), 0.0
         for i in range(rounds):
-            took_s += wave.run(prompts(scene.sequences, PROMPT, i), OUTPUT, "")[0]
+            took_s += _seconds(port, scene.sequences, i)
         spent_s = _cpu_s(tree) - before_s
         perf.send_signal(signal.SIGINT)
         perf.wait()
-        wave.close()
         kernels, rest = recorded(file)
     tokens = rounds * scene.sequences * OUTPUT
     total_us = spent_s / tokens * 1e6
-    copies = rest.pop("copies", 0.0)
+    either = rest.pop(EITHER, 0.0)
     return {
         "server": name,
         "version": plan.version,
@@ -112,13 +113,21 @@ def measure(name: str, scene: Scene, rounds: int) -> dict[str, Any]:
         "tok_s": tokens / took_s,
         "us_per_token": total_us,
         "kernels_share": kernels,
-        "copies_us_per_token": total_us * copies,
-        "rest_us_per_token": total_us * (1 - kernels - copies),
+        "either_us_per_token": total_us * either,
+        "rest_us_per_token": total_us * (1 - kernels - either),
         "rest": {
             who: round(total_us * share, 2)
             for who, share in sorted(rest.items(), key=itemgetter(1))[:-11:-1]
         },
     }
+
+
+def _seconds(port: int, streams: int, seed: int) -> float:
+    """Of one wave, over new connections: llama-server closes idle ones after 5 s."""
+    wave = Wave(port, streams)
+    took_s, _ = wave.run(prompts(streams, PROMPT, seed), OUTPUT, "")
+    wave.close()
+    return took_s
 
 
 def _cpu_s(tree: list[psutil.Process]) -> float:
