@@ -201,7 +201,8 @@ def test_a_web_socket_needs_a_key_and_a_page_that_may(server: Server) -> None:
 
 
 def test_the_log_names_paths_and_counts_but_no_text(server: Server) -> None:
-    body = {"messages": [{"role": "user", "content": "secret words"}], "max_tokens": 3}
+    said = [{"role": "user", "content": "secret words"}]
+    body = {"messages": said, "max_tokens": 3, "ignore_eos": True}
     assert server.request("POST", f"{CHAT}?secret=words", body, KEY)[0] == 200
     server.request("POST", TEXT, b'{"prompt": "secret words', KEY)
     server.request("GET", "/secret/words", headers=KEY)
