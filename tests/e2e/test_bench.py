@@ -16,10 +16,11 @@ def test_a_mixed_level_adds_up(shared_server: Server) -> None:
         prefixes=2,
         prefix_tokens=40,
         prompt_tokens=8,
-        max_tokens=200,  # so many that those who drop it do so while it comes
+        max_tokens=12,
         structured=0.3,
         cancel=0.25,
         nonce="e2e",
+        seed=4,  # of these, some leave at the head of the answer
     )
     names = [model["id"] for model in shared_server.get("/v1/models")[1]["data"]]
     meter = Meter(Target(url=shared_server.url, model=names[0]), load, scrape=True)
@@ -29,14 +30,14 @@ def test_a_mixed_level_adds_up(shared_server: Server) -> None:
 
     found = run_loop(run())
     asked = [ask for s in load.sessions("level 4", 8) for turn in s.turns for ask in turn.asks]
-    dropped = sum(ask.cancel_after_chunks is not None for ask in asked)
-    assert dropped
+    drops = [ask.cancel_after_chunks for ask in asked if ask.cancel_after_chunks is not None]
     assert (found.errors, found.sheds, found.unsent) == ({}, {}, 0)
     assert found.requests == 24
-    assert 0 < found.cancelled <= dropped  # an answer in one piece is whole before it is dropped
+    # One that comes in fewer pieces than its client waits for is whole before it is dropped.
+    assert 0 < drops.count(0) <= found.cancelled <= len(drops)
     assert found.cached_tokens > 0
     assert found.counted_by_chunks == 0
     assert found.server["headrace_requests_started_total"].max > 0
     plain = [r for r in meter.records if r.good and r.finish_reason == "length"]
     assert plain
-    assert {record.output_tokens for record in plain} == {200}
+    assert {record.output_tokens for record in plain} == {12}
