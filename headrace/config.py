@@ -356,8 +356,11 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
 def _check_kv_events(settings: Settings) -> None:
     for key in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         address = getattr(settings, key)
-        if address and not re.fullmatch(r"(tcp://.+:\d+|ipc://.+)", address):
+        if address and not re.fullmatch(r"(tcp://.+:\d{1,5}|ipc://.+)", address):
             raise ConfigError(f"{key} = {address!r}: tcp://HOST:PORT or ipc://PATH", param=key)
+        port = int(address.rpartition(":")[2]) if address.startswith("tcp://") else 1
+        if not 1 <= port <= 65535:  # of one that the system chooses nobody would know
+            raise ConfigError(f"{key} = {address!r}: a port is 1 to 65535", param=key)
     if not settings.kv_events_endpoint:
         if settings.kv_events_replay_endpoint:
             key = "kv_events_replay_endpoint"

@@ -218,7 +218,9 @@ def test_misses_that_were_silent(chromium: Browser) -> None:
             page.get_by_label("silent misses alone").uncheck()
             expect(page.locator(".ring-row")).to_have_count(3)
             page.goto(f"{made.url}/ui#/decision/none")
-            expect(view.locator(".problem")).to_contain_text("no such decision is kept")
+            expect(view.locator(".problem")).to_contain_text("none: no such decision is kept")
+            page.goto(f"{made.url}/ui#/decision/another")
+            expect(view.locator(".problem")).to_contain_text("another: no such decision is kept")
 
 
 @pytest.mark.parametrize("excerpts", [False, True])

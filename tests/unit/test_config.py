@@ -95,6 +95,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     [
         ({"kv_blocks": 1, "kv_memory": "1GiB"}, "kv_blocks"),
         ({"kv_memory": "much"}, "kv_memory"),
+        ({"kv_events_endpoint": "tcp://*:0"}, "kv_events_endpoint"),
+        ({"kv_events_endpoint": "tcp://*:65536"}, "kv_events_endpoint"),
         ({"api_workers": "0"}, "api_workers"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens"),
         ({"fake_step_ms": 5.0}, "fake_step_ms"),

@@ -102,7 +102,8 @@ async function lookAtChosen() {
     if (place.value.id === id) chosen.set({ decision: found });
   } catch (error) {
     if (error.status !== 404) throw error;
-    if (place.value.id === id && chosen.value.problem !== error.message)
+    const { id: shown, problem } = chosen.value;
+    if (place.value.id === id && (shown !== id || problem !== error.message))
       chosen.set({ id, problem: error.message });
   }
 }
