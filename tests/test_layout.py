@@ -44,12 +44,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe", "kv"},
     "hooks": {"errors"},
+    "homes": set(),
     "gateway": BASE
-    | {"observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"},
+    | {"observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"}
+    | {"homes"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
-    | {"hooks", "pages", "prices", "vectors", "web_page", "foreign_json"},
+    | {"homes", "hooks", "pages", "prices", "vectors", "web_page", "foreign_json"},
     "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},
@@ -83,6 +85,7 @@ NO_TORCH |= {
     "accelerators",
     "vectors",
     "web_page",
+    "homes",
     "stages",
     "backends/fake",
     "backends/choose",

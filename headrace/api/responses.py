@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import sqlite3
 import time
 from typing import Any
@@ -28,6 +27,7 @@ from headrace.api.response_store import Kept
 from headrace.api.schemas import parse
 from headrace.api.service import Service, encode_json, service_of
 from headrace.errors import InvalidRequest, NotFound
+from headrace.homes import HEADER, given_tag, response_id
 from headrace.text.parts import Part, Text
 from headrace.text.response_prompt import input_items
 
@@ -58,7 +58,8 @@ async def create(request: Request) -> ASGIApp:
             "include: log-probabilities are of plain text, not beside tools or reasoning",
             param="include",
         )
-    reply = Reply(f"resp_{secrets.token_hex(24)}", _fixed(service, body, prepared))
+    name = response_id(given_tag(request.headers.get(HEADER)))
+    reply = Reply(name, _fixed(service, body, prepared))
     reporter = Reporter(service.tokenizer, skip_special=prepared.skip_special)
 
     async def save(answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:

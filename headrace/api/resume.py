@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -22,12 +21,14 @@ from headrace.api.event_buffer import EventBuffer
 from headrace.api.exchange import Exchange
 from headrace.engine.token_stream import TokenStream
 from headrace.errors import InvalidRequest, NotFound
+from headrace.homes import HEADER as HOME
+from headrace.homes import STREAM, given_tag, stream_id
 
 HEADER = b"x-headrace-stream-id"
 NEVER = "headrace.never_resumed"  # in a scope: this client can come back to nothing
 KEEP_ALIVE = b": keep-alive\n\n"
 KEPT_ENDED = 64  # times the bytes of one stream, for those that ended within the grace period
-_EVENT = re.compile(r"(?:(\d{1,6}-[0-9a-f]{32})\.)?(\d{1,15})")
+_EVENT = re.compile(rf"(?:({STREAM})\.)?(\d{{1,15}})")
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -169,7 +170,7 @@ class Streams:
             return make(exchange)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            name = f"{self.worker}-{secrets.token_hex(16)}"
+            name = stream_id(self.worker, given_tag(request.headers.get(HOME)))
             live = Live(name, self._grace_s, self._max_bytes)
             inside = copy.copy(exchange)  # what the writer writes to; no client can stall it
             inside.send, inside.transport, inside.cycle = live.send, None, None

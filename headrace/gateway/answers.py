@@ -14,6 +14,15 @@ MESSAGES = "/v1/messages"  # answers in Anthropic's shape
 RESPONSES = "/v1/responses"
 LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 KINDS = {"server_error": "api_error"}
+STATUS_OF = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+    "timeout_error": 504,
+}
 
 
 def body_of(error: HeadraceError, path: str = "") -> dict[str, Any]:
@@ -46,6 +55,14 @@ def event_of(error: HeadraceError, path: str) -> bytes:
         said = {**body_of(error)["error"], "type": "error"}
         return b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
     return b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+
+
+def status_of(error: dict[str, object]) -> int:
+    """The HTTP status that an error in a worker's stream would have had before it."""
+    code = error.get("code")
+    if isinstance(code, int) and 400 <= code <= 599:
+        return code
+    return STATUS_OF.get(str(error.get("type")), 500)
 
 
 def head(status: int, headers: Headers, *written: bytes) -> bytes:

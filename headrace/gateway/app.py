@@ -31,6 +31,7 @@ from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
 from headrace.gateway.headers import came_back, mark_of
+from headrace.gateway.kept import METHODS, is_kept
 from headrace.gateway.ledger import Ledger
 from headrace.gateway.lint import Lint
 from headrace.gateway.metrics import GatewayMetrics, merged
@@ -262,9 +263,11 @@ class Gateway:
                     if path in page.DATA or b"origin" in request.known:
                         page.check(self.settings.host, self.doorkeeper.keyed, request)
                 tenant = self.doorkeeper.admit(request.known)
-            if path in RELAYED:
-                if request.method != b"POST":
-                    raise WrongMethod(f"{path} takes POST")
+            if path in RELAYED or is_kept(path):
+                if path in RELAYED:
+                    self._only(request, b"POST")
+                elif request.bare or request.method not in METHODS:
+                    raise WrongMethod(f"{path} takes GET and DELETE")
                 if self.draining:
                     raise ShuttingDown("the gateway is stopping")
                 exchange = Exchange(self, client, request, tenant)

@@ -12,10 +12,11 @@ import msgspec
 
 from headrace.errors import HeadraceError, QueueFull, RateLimited, TimedOut, WorkerLost
 from headrace.foreign_json import Malformed, read_json
-from headrace.gateway.answers import MESSAGES, event_of
+from headrace.gateway.answers import MESSAGES, event_of, status_of
 from headrace.gateway.connection import Client, Request
 from headrace.gateway.fleet import NoRoom, Placement
 from headrace.gateway.headers import LIMITS, request_head, request_id, sent_back
+from headrace.gateway.kept import STREAM_ID
 from headrace.gateway.limits import Reservation
 from headrace.gateway.prompt import Prompt
 from headrace.gateway.queue import Waiting
@@ -31,15 +32,6 @@ if TYPE_CHECKING:
 
 RETRIED = frozenset({502, 503, 504, 508})  # another worker may do better
 MAX_HELD_BYTES = 2**20  # of an answer that is no stream; a longer one passes as it comes
-STATUS_OF = {
-    "invalid_request_error": 400,
-    "authentication_error": 401,
-    "permission_error": 403,
-    "not_found_error": 404,
-    "rate_limit_error": 429,
-    "overloaded_error": 503,
-    "timeout_error": 504,
-}
 
 
 class _UsageOnly(msgspec.Struct):
@@ -69,6 +61,7 @@ class Exchange:
     _connecting: asyncio.Task[None] | None = None
     _deaths = 0  # workers that died over this request
     _over = _begun = False  # begun: the client got a byte
+    _fetches = False  # the answer is what the worker kept: nothing is computed for it
     _slow = False
     # Of an attempt; `_reset` forgets them.
     _status = 0
@@ -94,7 +87,9 @@ class Exchange:
         except HeadraceError as error:
             self._refuse(error)
             return
-        tokens = self._gateway.tokenising.start(request.path, self._prompt)
+        tokens = None
+        if self._prompt.computes:
+            tokens = self._gateway.tokenising.start(request.path, self._prompt)
         if tokens is None:
             self._reserve()
         else:
@@ -126,7 +121,7 @@ class Exchange:
             return
         self._reservation = got
         try:
-            if self._gateway.queue.waits_for(self._prompt.model):
+            if self._prompt.waits and self._gateway.queue.waits_for(self._prompt.line):
                 self._wait()
                 self._gateway.pump_soon()
             else:
@@ -155,7 +150,7 @@ class Exchange:
         now_s = time.monotonic()
         self._waiting = Waiting(
             self._tenant.name,
-            self._prompt.model,
+            self._prompt.line,
             tier.priority,
             now_s,
             now_s + max(tier.queue_s, start_s),
@@ -229,6 +224,7 @@ class Exchange:
             len(body),
             spec.api_key.encode(),
             self._gateway.mark,
+            self.worker.tag.encode(),
             keyed=self._gateway.doorkeeper.keyed,
         )
         connection.ask(head + body, self)
@@ -242,6 +238,10 @@ class Exchange:
         self._status, self._headers = status, headers
         if status != 200:
             return
+        if not self._prompt.computes and (kept := self._prompt.kept) is not None:
+            # To a worker that resumes no streams Last-Event-ID says nothing: it begins a new one.
+            again = (STREAM_ID, kept.name.encode()) in headers
+            self._fetches = not self._prompt.waits or again
         for name, value in headers:
             if name == b"content-type" and value.startswith(b"text/event-stream"):
                 self._events = EventStream(self._prompt.strip_usage)
@@ -275,10 +275,7 @@ class Exchange:
 
     def _first_is_error(self, error: dict[str, object]) -> None:
         """A stream that begins with an error gets the error's own status."""
-        code = error.get("code")
-        status = STATUS_OF.get(str(error.get("type")), 500)
-        if isinstance(code, int) and 400 <= code <= 599:
-            status = code
+        status = status_of(error)
         self._count_stream_error()
         self._drop_upstream()
         if self._may_retry(status):
@@ -357,7 +354,8 @@ class Exchange:
         if not self._begun and self._may_retry(502) and self._deaths < 2:
             self._retry(kind, count=True)  # a request that kills workers gets no third one
             return
-        error = WorkerLost(reason)
+        kept = self._prompt.kept
+        error = kept.away() if kept is not None and kind == "connect" else WorkerLost(reason)
         if not self._begun:
             self._refuse(error)
         elif self._events is None:
@@ -371,7 +369,8 @@ class Exchange:
 
     def _may_retry(self, status: int) -> bool:
         most = self._gateway.settings.retries
-        return status in RETRIED and not self._begun and len(self._tried) <= most
+        alone = self._prompt.kept is not None  # no other worker has what is asked for
+        return status in RETRIED and not (self._begun or alone) and len(self._tried) <= most
 
     def _retry(self, kind: str, *, count: bool) -> None:
         """Place it again, elsewhere. What the last worker said is told if there is nowhere."""
@@ -474,7 +473,7 @@ class Exchange:
 
     def _settle(self, body: bytes) -> None:
         """Read the usage of an answer that is no stream."""
-        if self._status != 200 or b'"usage"' not in body:
+        if self._status != 200 or self._fetches or b'"usage"' not in body:
             return
         usage = Usage()
         try:
@@ -496,7 +495,7 @@ class Exchange:
         self._over = True
         if self._placement is not None:
             self._placement.lease.end()
-        if self._events is not None:
+        if self._events is not None and not self._fetches:
             self._used(self._events.usage)
         if self._reservation is not None:
             tokens, output_tokens = self._used_tokens(status)
@@ -510,6 +509,8 @@ class Exchange:
         """All tokens and output tokens that it used, as well as anybody can tell."""
         assert self._reservation is not None, "reserved"
         usage, events = self._usage, self._events
+        if self._fetches:  # its prompt was paid for when it began
+            return (events.events, events.events) if events is not None else (0, 0)
         if usage is not None and usage.prompt_tokens >= 0:
             output_tokens = usage.output_tokens if usage.output_tokens > 0 else 0
             return usage.prompt_tokens + output_tokens, output_tokens

@@ -15,6 +15,7 @@ from headrace.errors import HeadraceError, NotFound, NoWorker, TargetMissed
 from headrace.gateway.beliefs import Beliefs
 from headrace.gateway.board import Board
 from headrace.gateway.event_feed import State
+from headrace.gateway.kept import Kept
 from headrace.gateway.load import Lease
 from headrace.gateway.policy import POLICIES, predicted_ttft_s
 from headrace.gateway.prefix_index import PrefixIndex
@@ -25,6 +26,8 @@ from headrace.gateway.view import Ask, Choice, FleetView, Knobs
 from headrace.gateway.worker import Worker
 
 log = logging.getLogger("headrace.gateway")
+
+KEPT = Choice(0, "kept", (math.inf,))  # one worker has what is asked for: no other was looked at
 
 
 class NoRoom(NoWorker):
@@ -116,19 +119,14 @@ class Fleet:
     def place(self, prompt: Prompt, tried: Collection[str]) -> Placement:
         """Choose a worker and take a lease on it.
 
-        Raises NotFound, NoRoom, NoWorker or TargetMissed.
+        Raises NotFound, NoRoom, NoWorker or TargetMissed; InvalidRequest for a conversation that
+        was kept by a worker that left.
         """
         now_s = time.monotonic()
-        free = [
-            worker
-            for worker in self.workers.values()
-            if worker.serves(prompt.model)
-            and worker.may_take(now_s)
-            and worker.has_room
-            and worker.name not in tried
-        ]
-        if not free:
-            raise self._nowhere(prompt, tried, now_s)
+        if prompt.kept is None:
+            free = self._free(prompt, tried, now_s)
+        else:
+            free = [self._keeper(prompt.kept, now_s, waits=prompt.waits)]
         view = FleetView(tuple([worker.view(now_s) for worker in free]))
         cached, states = self.beliefs.cached(prompt, free)
         if prompt.ttft_target_s:
@@ -140,26 +138,62 @@ class Fleet:
             prefix_key=prompt.prefix_key,
             session=prompt.session,
         )
-        choice = self._policy(view, ask, self.knobs)
+        choice = self._policy(view, ask, self.knobs) if prompt.kept is None else KEPT
         worker = free[choice.index]
         self._placed += 1
-        uncached = prompt.prompt_tokens - cached[choice.index]
-        lease = Lease(
-            worker, prompt.prompt_tokens, uncached, self._placed, now_s, not prompt.streams
-        )
+        if prompt.computes:
+            uncached = prompt.prompt_tokens - cached[choice.index]
+            lease = Lease(
+                worker, prompt.prompt_tokens, uncached, self._placed, now_s, not prompt.streams
+            )
+            computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self.knobs)
+            self._will_hold(worker, prompt, now_s, computed_s)
+        else:
+            lease = Lease(worker, 0, 0, self._placed, now_s)
+            lease.begin(now_s)
         if choice.cold:
             worker.last_cold = self._placed
+        names = self.registry.names
+        old = tuple([(n.url, n.why, n.age_s(now_s)) for n in names if n.why]) if names else ()
+        others = choice is not KEPT and len(free) < len(self.workers)
+        left_out = self._left_out(prompt, free, now_s) if others else ()
+        return Placement(worker, lease, view, choice, cached, states, old, left_out)
+
+    def _free(self, prompt: Prompt, tried: Collection[str], now_s: float) -> list[Worker]:
+        """Who may take it; at least one. Raises as `place`."""
+        free = [
+            worker
+            for worker in self.workers.values()
+            if worker.serves(prompt.model)
+            and worker.may_take(now_s)
+            and worker.has_room
+            and worker.name not in tried
+        ]
+        if not free:
+            raise self._nowhere(prompt, tried, now_s)
+        return free
+
+    def _keeper(self, kept: Kept, now_s: float, *, waits: bool) -> Worker:
+        """The worker that has it, though it may be draining. Raises as `place`."""
+        for worker in self.workers.values():
+            if worker.tag == kept.tag:
+                break
+        else:
+            raise kept.missing()
+        if not worker.answers(now_s):
+            raise kept.away()
+        if waits and not worker.has_room:
+            raise NoRoom("the worker has as many requests as it takes at once")
+        return worker
+
+    def _will_hold(self, worker: Worker, prompt: Prompt, now_s: float, computed_s: float) -> None:
+        """The prompt went there and should be computed after so many seconds."""
         if worker.spec.cache_tokens:
             most = int(worker.spec.cache_tokens / prompt.chunk_tokens)
             self.index.set_capacity(worker.name, max(1, most))
         self.index.insert(prompt.chain, worker.name, prompt.fine_chunks)
         if prompt.ids is not None:
-            computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self.knobs)
             self.beliefs.placed(prompt, worker, now_s, computed_s)
-        names = self.registry.names
-        old = tuple([(n.url, n.why, n.age_s(now_s)) for n in names if n.why]) if names else ()
-        left_out = self._left_out(prompt, free, now_s) if len(free) < len(self.workers) else ()
-        return Placement(worker, lease, view, choice, cached, states, old, left_out)
 
     def _left_out(
         self, prompt: Prompt, free: Collection[Worker], now_s: float

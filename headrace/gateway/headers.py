@@ -7,13 +7,14 @@ import itertools
 import secrets
 import string
 
+from headrace import homes
 from headrace.gateway.connection import Request
 from headrace.gateway.upstream import Headers
 
 NOT_SENT_ON = frozenset(
     b"host connection keep-alive proxy-authorization proxy-authenticate proxy-connection te "
     b"trailer transfer-encoding upgrade content-length expect accept-encoding x-request-id".split()
-)
+) | {homes.HEADER.encode()}
 WITH_KEYS = NOT_SENT_ON | {b"authorization", b"x-api-key"}
 NOT_SENT_BACK = frozenset(
     b"connection keep-alive transfer-encoding content-length x-request-id trailer "
@@ -26,6 +27,7 @@ NOT_BESIDE_OURS = NOT_SENT_BACK | {
     for of in (b"-requests", b"-tokens")
 }
 MAX_ID = 128
+_HOME = homes.HEADER.encode()
 _ONE = secrets.token_hex(10)  # begins the ids that this process makes
 _COUNT = itertools.count()
 _FIT = frozenset((string.ascii_letters + string.digits + "-_.:").encode())
@@ -52,17 +54,18 @@ def request_head(
     body_bytes: int,
     api_key: bytes,
     mark: bytes,
+    tag: bytes,
     *,
     keyed: bool,
 ) -> bytes:
-    """The head of what a worker gets. mark: our name in `Via`. keyed: the client's key is ours, so
-    it is not sent on."""
+    """The head of what a worker gets. mark: our name in `Via`. tag: the worker's own, for the ids
+    that it makes. keyed: the client's key is ours, so it is not sent on."""
     drop = WITH_KEYS if api_key or keyed else NOT_SENT_ON
     lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (request.method, request.target, host)]
     lines += [b"%b: %b" % pair for pair in request.headers if pair[0] not in drop]
     if api_key:
         lines.append(b"authorization: Bearer " + api_key)
-    lines.append(b"via: 1.1 %b\r\nx-request-id: %b" % (mark, id_))
+    lines.append(b"via: 1.1 %b\r\n%b: %b\r\nx-request-id: %b" % (mark, _HOME, tag, id_))
     lines.append(b"content-length: %d\r\n\r\n" % body_bytes)
     return b"\r\n".join(lines)
 

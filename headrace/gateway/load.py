@@ -48,6 +48,8 @@ class Load:
         """
         self._leaves_queue(lease)
         self.decode_tokens += lease.prompt_tokens
+        if not lease.prompt_tokens:
+            return  # it computes nothing, so it says nothing of the rate
         if not seen:
             self._moved_s, self._done_tokens = now_s, 0
             return

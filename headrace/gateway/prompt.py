@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from headrace.errors import InvalidRequest
 from headrace.foreign_json import Malformed, read_json, refusal
+from headrace.gateway.kept import RESPONSES, Kept, kept_at, kept_before
 from headrace.gateway.prefix_index import (
     ALL_FINE,
     CHUNK_BYTES,
@@ -53,6 +54,7 @@ class _Body(msgspec.Struct):
     cache_salt: Any = None
     session_id: Any = None
     user: Any = None
+    previous_response_id: Any = None
 
 
 class Prompt(msgspec.Struct, kw_only=True):
@@ -78,6 +80,18 @@ class Prompt(msgspec.Struct, kw_only=True):
     untokenised: str = ""  # why they are not known
     token_chains: dict[int, list[int]] = {}  # by size of a block
     body_with_ids: bytes = b""  # for a worker that takes them; b"" = not made yet
+    kept: Kept | None = None  # what one worker alone has
+    waits: bool = True  # for a worker with room
+
+    @property
+    def computes(self) -> bool:
+        """Its prompt is computed; else it gets what a worker keeps."""
+        return self.kept is None or self.kept.computes
+
+    @property
+    def line(self) -> str:
+        """Those that wait for the same workers stand in one line."""
+        return self.model if self.kept is None else f"{self.model} at {self.kept.tag}"
 
     def tokens_of(self, chunks: int) -> int:
         """Tokens in so many leading chunks, as estimated."""
@@ -100,7 +114,10 @@ class PromptReader:
             self._ratios[prompt.model] = old + RATIO_SHARE * (ratio - old)
 
     def read(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> Prompt:
-        """Raises InvalidRequest for what is no JSON object."""
+        """Raises InvalidRequest for what is no JSON object, NotFound for an id of no worker."""
+        kept = kept_at(path, headers)
+        if kept is not None and (path not in GENERATES or not body):
+            return _fetching(kept, body, waits=path in GENERATES)
         try:
             said = read_json(body, _Body)
             streams = said.stream is True
@@ -120,6 +137,8 @@ class PromptReader:
         else:
             chain = token_chain(ids, root, BLOCK_TOKENS)
             tokens, chunk_tokens = len(ids), float(BLOCK_TOKENS)
+        if kept is None and path == RESPONSES:
+            kept = kept_before(said.previous_response_id)
         session = headers.get(b"x-session-id", b"").decode("latin-1")
         target = headers.get(b"x-slo-ttft-ms")
         return Prompt(
@@ -139,6 +158,7 @@ class PromptReader:
             salt=salt,
             parts=parts,
             ids=ids,
+            kept=kept,
         )
 
     def _asking(self, path: str, body: bytes, said: _Body) -> tuple[bytes, bool]:
@@ -155,6 +175,27 @@ class PromptReader:
             whole["stream_options"] = {**(options or {}), "include_usage": True}
             return msgspec.json.encode(whole), True
         return body, False
+
+
+def _fetching(kept: Kept, body: bytes, *, waits: bool) -> Prompt:
+    """A request that asks no model anything."""
+    return Prompt(
+        model="",
+        body=body,
+        streams=False,
+        strip_usage=False,
+        text_bytes=0,
+        prompt_tokens=0,
+        output_tokens=0,
+        chain=[],
+        chunk_tokens=1.0,
+        fine_chunks=FINE_CHUNKS,
+        session="",
+        ttft_target_s=0.0,
+        prefix_key=b"",
+        kept=kept,
+        waits=waits,
+    )
 
 
 def _ids(prompt: bytes) -> array[int] | None:

@@ -112,7 +112,7 @@ class Queue:
 
     def pump(self, now_s: float) -> None:
         """A worker may have room: let those go that find one, in order."""
-        for model in list(self._models):
+        for model in sorted(self._models, key=self._oldest_s):  # one worker may be in several lines
             while (item := self._next(model, now_s)) is not None:
                 self.remove(item)
                 if not item.go():
@@ -139,6 +139,12 @@ class Queue:
             return oldest
         band = bands[min(bands)]
         return band[min(band, key=lambda tenant: self._served.get(tenant, 0.0))][0]
+
+    def _oldest_s(self, model: str) -> float:
+        """Since when the first of a line waits."""
+        return min(
+            line[0].since_s for band in self._models[model].values() for line in band.values()
+        )
 
     def _put_back(self, item: Waiting) -> None:
         self._line(item).appendleft(item)

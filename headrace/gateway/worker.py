@@ -12,6 +12,7 @@ from headrace.gateway.starts import Started
 from headrace.gateway.trust import trusted
 from headrace.gateway.upstream import Pool
 from headrace.gateway.view import WorkerView
+from headrace.homes import tag_of
 
 MIN_WARM = 0.05
 
@@ -36,6 +37,7 @@ class Worker(Load):
         self._row = board.enter(self._key) if board is not None else -1
         self.spec = spec
         self.name = spec.url.rstrip("/")
+        self.tag = tag_of(self.name)  # in the ids of what it keeps
         host, port = spec.address
         shown = spec.host or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self.host = shown.encode()
@@ -57,9 +59,11 @@ class Worker(Load):
 
     def may_take(self, now_s: float) -> bool:
         """Whether a new request may go here."""
-        if not self.up or self.draining or self.gone:
-            return False
-        return self.breaker.closed or self.breaker.admits(now_s)
+        return not (self.draining or self.gone) and self.answers(now_s)
+
+    def answers(self, now_s: float) -> bool:
+        """Whether it can be asked for what it keeps; it may be draining."""
+        return self.up and (self.breaker.closed or self.breaker.admits(now_s))
 
     def why_not(self, now_s: float) -> str:
         """What keeps a new request away; "" = nothing."""

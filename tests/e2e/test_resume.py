@@ -6,14 +6,14 @@ import http.client
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from tests.e2e.serving import Server
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-ID = re.compile(r"^id: (\d+-[0-9a-f]{32})\.(\d+)$", re.MULTILINE)
+ID = re.compile(r"^id: (\d+-(?:[0-9a-f]{12}-)?[0-9a-f]{32})\.(\d+)$", re.MULTILINE)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -25,11 +25,17 @@ def server() -> Iterator[Server]:
         running.wait_idle()
 
 
+class Listens(Protocol):
+    """A server, or a gateway before it."""
+
+    port: int
+
+
 class Reader:
     """One connection that reads a stream, as far as it likes."""
 
     def __init__(
-        self, server: Server, path: str, body: Any = None, last: str | None = None
+        self, server: Listens, path: str, body: Any = None, last: str | None = None
     ) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         head = {"content-type": "application/json"} if body is not None else {}

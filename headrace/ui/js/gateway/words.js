@@ -12,6 +12,7 @@ const REASONS = {
   overflow: "where its beginning hashes to is too busy: the next on the ring",
   session: "where its session hashes to",
   score: "the most points",
+  kept: "it alone has what was asked for (a kept response, or a stream)",
 };
 
 export function reasonOf(name) {
