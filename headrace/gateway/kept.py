@@ -60,6 +60,14 @@ def is_kept(path: str) -> bool:
     return _PATH.fullmatch(path) is not None
 
 
+def route_of(path: str) -> str:
+    """The path with `{id}` for what it names: spans of one route have one name."""
+    if (match := _PATH.fullmatch(path)) is None:
+        return path
+    start, end = match.span(match.lastgroup or 0)
+    return path[:start] + "{id}" + path[end:]
+
+
 def kept_at(path: str, headers: Mapping[bytes, bytes]) -> Kept | None:
     """What path or Last-Event-ID name; None = nothing of one worker.
 

@@ -8,6 +8,7 @@ import time
 import msgspec
 
 from headrace.gateway.connection import Request
+from headrace.gateway.kept import route_of
 from headrace.gateway.sse import Usage
 from headrace.observe.trace_context import PARENT, STATE, trace_context
 from headrace.observe.tracing import Trace, Tracer, Value
@@ -20,14 +21,15 @@ class RequestSpans:
 
     def __init__(self, tracer: Tracer, request: Request, name: str, since_s: float) -> None:
         """name: the request's id."""
+        route = route_of(request.path)
         facts: dict[str, Value] = {
             "http.request.method": request.method.decode("latin-1"),
-            "http.route": request.path,
+            "http.route": route,
             "url.path": request.path,
             "gen_ai.request.id": name,
         }
         parent = trace_context(request.headers)
-        self._trace = tracer.begin(f"gateway {request.path}", parent, since_s, facts)
+        self._trace = tracer.begin(f"gateway {route}", parent, since_s, facts)
         self._attempt: Trace | None = None
         self._attempts = 0
 

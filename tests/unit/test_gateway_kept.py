@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from headrace import homes
 from headrace.api.resume import split_event_id
 from headrace.errors import NotFound
-from headrace.gateway.kept import is_kept, kept_at, kept_before
+from headrace.gateway.kept import is_kept, kept_at, kept_before, route_of
 from headrace.gateway.limits import Reservation
 from headrace.gateway.registry import StaticRegistry
-from headrace.gateway.settings import TierSpec, WorkerSpec
-from headrace.gateway.tenants import Doorkeeper
+from headrace.gateway.settings import WorkerSpec
+from headrace.gateway.tenants import Doorkeeper, TierSpec
 from tests.unit.gateway_rig import (
     Asked,
     Call,
@@ -76,6 +76,20 @@ def test_no_id_breaks_the_gateway(text: str) -> None:
         assert kept is None or len(kept.tag) == homes.TAG_DIGITS
     for kept in (kept_before(text), kept_at(CHAT, {b"last-event-id": raw})):
         assert kept is None or kept.missing().status in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v1/responses/resp_1", "/v1/responses/{id}"),
+        ("/v1/responses/resp_1/input_items", "/v1/responses/{id}/input_items"),
+        ("/v1/streams/0-a", "/v1/streams/{id}"),
+        (CHAT, CHAT),
+        (RESPONSES, RESPONSES),
+    ],
+)
+def test_spans_of_one_route_have_one_name(path: str, route: str) -> None:
+    assert route_of(path) == route
 
 
 @pytest.mark.parametrize("previous", [None, 1, [], {"a": 1}, "resp_1", "", "resp_" + "f" * 48])
@@ -194,7 +208,7 @@ async def test_a_worker_that_is_dead_or_fails_gets_no_stand_in() -> None:
     async def answer(asked: Asked, out: Out) -> None:
         await out.json({"error": {"code": "its own"}}, status)
 
-    never = {"check_interval_s": 60, "breaker_failures": 99}
+    never: dict[str, Any] = {"check_interval_s": 60, "breaker_failures": 99}
     async with Mock(answer) as one, Mock(answer) as two, gateway(one, two, **never) as made:
         everything = wanted(homes.tag_of(two.url))
         for status in (502, 503):
@@ -219,7 +233,7 @@ async def test_who_waits_for_one_worker_keeps_nobody_from_another() -> None:
     tiers = {"default": TierSpec(queue_s=60)}
     async with Mock(answer) as one, Mock(answer) as two:
         registry = StaticRegistry([WorkerSpec(url=mock.url, max_requests=1) for mock in (one, two)])
-        made_with = {"registry": registry, "doorkeeper": Doorkeeper((), tiers)}
+        made_with: dict[str, Any] = {"registry": registry, "doorkeeper": Doorkeeper((), tiers)}
         async with (
             gateway(**made_with) as made,
             Call(made.port) as first,
