@@ -16,6 +16,8 @@ from headrace.gateway.view import Knobs
 
 MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
 
+MOST_CANDIDATES = 2**18  # of all decisions: about 64 MiB, however many workers there are
+
 
 class _Kept(msgspec.Struct):
     prompt: tuple[str, int, int, str]  # model, prompt and output tokens, why they are not known
@@ -35,6 +37,7 @@ class Decisions:
         """policy and knobs: what scores were made by."""
         self._most, self._policy, self._knobs = most, policy, knobs
         self._all: OrderedDict[str, _Kept] = OrderedDict()
+        self._candidates = 0  # of `_all`
         self._new: list[tuple[str, float, str, Prompt, Placement, float]] = []  # not in `_all` yet
 
     @property
@@ -66,11 +69,19 @@ class Decisions:
     ) -> None:
         kept = self._all.get(request_id)
         if kept is None or kept.status:
+            if kept is not None:
+                self._forget(kept)
             kept = self._all[request_id] = _Kept(_facts(prompt), tenant, at_s, [])
             self._all.move_to_end(request_id)
-            while len(self._all) > self._most:
-                self._all.popitem(last=False)
         kept.tries.append((after_s, placed))
+        self._candidates += len(placed.view.workers)
+        while len(self._all) > self._most or (
+            self._candidates > MOST_CANDIDATES and len(self._all) > 1
+        ):
+            self._forget(self._all.popitem(last=False)[1])
+
+    def _forget(self, kept: _Kept) -> None:
+        self._candidates -= sum(len(placed.view.workers) for _, placed in kept.tries)
 
     def used(self, request_id: str, usage: Usage) -> None:
         """The worker said what it found and made."""

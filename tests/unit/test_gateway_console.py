@@ -140,6 +140,17 @@ async def test_the_newest_decisions_and_misses_that_were_silent() -> None:
         assert [row["id"] for row in rows] == ["again"]
 
 
+async def test_decisions_are_fewer_where_each_has_many_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.gateway.decisions.MOST_CANDIDATES", 5)
+    async with Mock() as one, Mock() as two, gateway(one, two) as made:
+        for name in ("a", "b", "a", "c", "c"):
+            await call(made.port, chat(), headers={"x-request-id": name})
+        rows = (await look(made.port, "/gateway/decisions")).json()["decisions"]
+        assert [row["id"] for row in rows] == ["c", "a"]
+
+
 async def finds(asked: Asked, out: Out) -> None:
     """As many cached tokens as the prompt names."""
     named = int(asked.json()["messages"][0]["content"].split()[-1])
