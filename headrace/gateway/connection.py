@@ -154,11 +154,12 @@ class Client(asyncio.Protocol):
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
         self._waiting_bytes += len(body)
-        path = self._target.partition(b"?")[0].decode("latin-1")
+        target = self._target if self._target.startswith(b"/") else _origin_form(self._target)
+        path = target.partition(b"?")[0].decode("latin-1")
         method = self._parser.get_method()
         request = Request(
             b"GET" if method == b"HEAD" else method,
-            self._target,
+            target,
             path,
             self._headers,
             self._known,
@@ -282,3 +283,11 @@ class Client(asyncio.Protocol):
             self._refuse(TooSlow(f"no whole request in {receive_s:g} s"))
         elif not self._receiving and now_s - self._since_s > KEEP_ALIVE_S:
             self._transport.close()
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of what a client asks as of a proxy, `http://HOST/PATH` (RFC 9112, 3.2.2)."""
+    scheme, found, rest = target.partition(b"://")
+    if not found or scheme.lower() not in (b"http", b"https"):
+        return target
+    return b"/" + rest.partition(b"/")[2]

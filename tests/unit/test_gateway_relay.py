@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.gateway.tenants import Doorkeeper, KeySpec
 from headrace.gateway.upstream import Pool, fetch
 from tests.unit.gateway_rig import (
     Asked,
@@ -421,6 +422,19 @@ async def test_head_is_get_without_the_body() -> None:
         assert [head.partition(b"\r\n\r\n")[2] for head in heads[:3]] == [b""] * 3
         assert b"content-length: 0" not in heads[0]
         assert heads[3].endswith(b'{"status":"ok"}')
+
+
+async def test_a_target_with_its_host_is_the_path_alone() -> None:
+    async with Mock() as worker, gateway(worker) as made:
+        path = "http://any.test:80/v1/chat/completions?a=b"
+        assert (await call(made.port, chat(), path)).status == 200
+        assert worker.asked[0].target == "/v1/chat/completions?a=b"
+        assert (await get(made.port, "HTTP://any.test/health")).status == 200
+        assert (await get(made.port, "http://any.test")).status == 404
+        keyed = Doorkeeper((KeySpec(key="op", admin=True),), {})
+    async with Mock() as worker, gateway(worker, doorkeeper=keyed) as made:
+        for path in ("/gateway/queue", "/gateway/workers", "/metrics"):
+            assert (await get(made.port, f"http://any.test{path}")).status == 401
 
 
 async def test_pages_of_other_sites_change_nothing() -> None:
