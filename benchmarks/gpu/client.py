@@ -77,6 +77,7 @@ class Event(msgspec.Struct):
     error: Any = None
 
 
+JSON = {"content-type": "application/json"}
 DECODE = msgspec.json.Decoder(Event).decode
 
 
@@ -93,19 +94,27 @@ class Client:
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> Stream:
         """Stream one answer of exactly `tokens` tokens. Raises RuntimeError for any other."""
-        body = {
-            "model": self._model,
-            "prompt": list(prompt),
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        return await self._sent(self._body(prompt, tokens), tokens)
+
+    def _body(self, prompt: Sequence[int], tokens: int) -> bytes:
+        return msgspec.json.encode(
+            {
+                "model": self._model,
+                "prompt": list(prompt),
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+
+    async def _sent(self, body: bytes, tokens: int) -> Stream:
         sent_s = time.perf_counter()
         stamps: list[float] = []
         counted = 0
-        async with self._session.post(self._url + "/v1/completions", json=body) as answer:
+        url = self._url + "/v1/completions"
+        async with self._session.post(url, data=body, headers=JSON) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"status {answer.status}: {(await answer.text())[:300]}")
             rest = b""
@@ -128,10 +137,12 @@ class Client:
         took_s = time.perf_counter() - sent_s
         return Stream(stamps[0] - sent_s, gaps_s, counted, len(stamps), took_s)
 
-    async def together(self, n: int, prompt_tokens: int, tokens: int) -> list[Stream]:
-        """`n` streams at once."""
-        asked = [self.ask(self.ids(prompt_tokens), tokens) for _ in range(n)]
-        return list(await asyncio.gather(*asked))
+    async def together(self, n: int, prompt_tokens: int, tokens: int) -> tuple[list[Stream], float]:
+        """`n` streams at once, and the seconds from the first send to the last end."""
+        bodies = [self._body(self.ids(prompt_tokens), tokens) for _ in range(n)]
+        began_s = time.perf_counter()
+        streams = await asyncio.gather(*[self._sent(body, tokens) for body in bodies])
+        return list(streams), time.perf_counter() - began_s
 
 
 def has_token(choice: Choice, begun: bool) -> bool:
@@ -161,9 +172,7 @@ async def level(client: Client, c: int, sizes: Sizes) -> dict[str, Any]:
     """The best of some rounds of `c` streams at once."""
     best: dict[str, Any] = {"tok_s": 0.0}
     for _ in range(sizes.rounds):
-        began_s = time.perf_counter()
-        streams = await client.together(c, sizes.prompt, sizes.output)
-        took_s = time.perf_counter() - began_s
+        streams, took_s = await client.together(c, sizes.prompt, sizes.output)
         ttft_s = [stream.ttft_s for stream in streams]
         row = {
             "work": f"http {c} streams",
@@ -181,7 +190,7 @@ async def quiet(client: Client, sizes: Sizes) -> dict[str, Any]:
     """Decodes and nothing else."""
     return {
         "work": "http quiet",
-        **gaps(await client.together(sizes.streams, sizes.prompt, sizes.quiet)),
+        **gaps((await client.together(sizes.streams, sizes.prompt, sizes.quiet))[0]),
     }
 
 
@@ -197,7 +206,7 @@ async def storm(client: Client, sizes: Sizes) -> dict[str, Any]:
     ttft_s = [stream.ttft_s for stream in prompts]
     return {
         "work": "http storm",
-        **gaps(await decodes),
+        **gaps((await decodes)[0]),
         "storm_ttft_p50_ms": percentile_ms(ttft_s, 50),
         "storm_ttft_p99_ms": percentile_ms(ttft_s, 99),
     }
