@@ -11,7 +11,6 @@ ids as prompts; offline without prefix cache. Limits of the card are taken from 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 
 from benchmarks.gpu import peer_dummy
 from benchmarks.gpu.drive import (
@@ -156,7 +156,7 @@ def measure_http(
     environment = os.environ | QUIET | cache_environment(cache) | peer_dummy.environment(cache)
     with server(folder, flags, environment) as url:
         rows.say(work="http ready", seconds=time.perf_counter() - began_s, flags=" ".join(flags))
-        asyncio.run(measure(url, "", CONFIGS[shape]["vocab_size"], clock, rows))
+        uvloop.run(measure(url, "", CONFIGS[shape]["vocab_size"], clock, rows))
 
 
 def run_child(name: str, cache: Path, clock: Clock, arguments: list[str]) -> int:
