@@ -11,6 +11,7 @@ import pytest
 from headrace.gateway.tenants import Doorkeeper, KeySpec
 from headrace.gateway.upstream import Pool, fetch
 from tests.unit.gateway_rig import (
+    PATIENCE_S,
     Asked,
     Call,
     Handler,
@@ -217,7 +218,7 @@ async def test_b093_a_client_that_leaves_ends_its_request_at_the_worker(
         if stream and handler in (_mid_stream, _in_an_event):
             await one.see(b"one")
         one.leave()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await told.wait()
         await until(lambda: not made.exchanges, "no request is left")
         assert await metric(made, "requests_total", status="499") == 1
