@@ -33,7 +33,9 @@ from headrace.runner import pack
 from headrace.runner.checkpoint import GgufFile
 from headrace.sources.resolve import resolve
 
-KINDS = ("embed", "quantise", "linear", "gated", "rotate", "attend", "peaks", "gather")
+KINDS = (
+    "embed", "quantise", "linear", "gated", "rotate", "attend", "peaks", "gather", "add normed",
+)  # fmt: skip
 BLOCK, PREFILL = 16, 512
 
 

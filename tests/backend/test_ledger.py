@@ -13,11 +13,14 @@ from headrace.backends.choose import settled
 from headrace.backends.cpu import device
 from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError
-from headrace.models.spec import ModelSpec, Rope
+from headrace.kv.room import most_held
+from headrace.models.kv_layout import layout_of
+from headrace.models.spec import ModelSpec, Rope, from_hf
 from headrace.runner import ledger
 from headrace.runner.build import explain, load_runner
 from headrace.runner.runner import CpuRunner
 from headrace.sources.files import ModelFiles
+from tests.unit.test_inspect import GEMMA3
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -89,6 +92,32 @@ def test_the_smallest_of_three_lengths_with_its_reason() -> None:
     assert by_setting == Resolved(500, "asked for")
     assert ledger.fit_model_len(by_setting, 100, 16) == by_setting
     assert ledger.fit_model_len(by_setting, 10, 16) == Resolved(160, "the KV cache holds no more")
+
+
+def test_layers_with_a_window_take_no_more_than_it() -> None:
+    """The table of docs/models.md: 3 layers of Gemma-3-270M keep all, 15 keep 512 tokens."""
+    spec = from_hf(GEMMA3)
+    layout = layout_of(spec)
+    assert layout.windows == (0, *[512] * 5)
+    settings = Settings(kv_memory="1GiB", max_num_seqs=256)
+    blocks = ledger.size_kv(settings, spec, "bfloat16", free_bytes=0).value
+    assert blocks == 2**30 // (16 * 3 * 1024)
+    held = [most_held(layout.windows, 16, n // 16) for n in (512, 2048, 8192, 32768)]
+    assert [blocks // one for one in held] == [113, 73, 32, 9]
+    line = ledger.kv_line(spec, layout, "bfloat16", 16, Resolved(blocks, "as set"))
+    assert line.size_bytes == blocks * 16 * 3 * 1024
+    assert "21845 blocks of 16 tokens in 3 layers, 6 groups of them" in line.note
+    wanted = Resolved(32768, "the model's positions")
+    assert ledger.fit_model_len(wanted, 2048 + 5 * 34, 16, layout.windows) == wanted
+    short = ledger.fit_model_len(wanted, 2048 + 5 * 34 - 1, 16, layout.windows)
+    assert short.value == 32768 - 16
+
+
+def test_rows_that_fill_a_cache_with_windows() -> None:
+    """Two sequences of 2000 tokens, a spare block each, and two chunks in the groups with one."""
+    settings = Settings(max_num_seqs=2, max_model_len=2000, max_num_batched_tokens=64)
+    found = ledger.size_kv(settings, from_hf(GEMMA3), "bfloat16", free_bytes=MANY)
+    assert found.value == 2 * (126 + 5 * 34) + 5 * 8
 
 
 def test_more_than_the_models_positions_is_an_error() -> None:

@@ -84,6 +84,14 @@ def test_what_fits(tmp_path: Path) -> None:
     assert told.tokenizer is None
 
 
+def test_layers_with_a_window_keep_no_more(tmp_path: Path) -> None:
+    """3 layers of 18 keep 8192 tokens, 15 keep 512."""
+    told = inspect(folder(tmp_path, GEMMA3), 2 * 10**9, 8192)
+    fit = next(fit for fit in told.fits if fit.weights == "bfloat16")
+    assert fit.tokens == fit.kv_bytes // 18432
+    assert fit.sequences == fit.kv_bytes // (1024 * (3 * 8192 + 15 * 512))
+
+
 def unreachable() -> Tokenizer:
     """Bytes, `ab` made by a merge, and `abc`, which no merge makes."""
     pieces = [CHAR_OF[b] for b in range(256)] + ["ab", "abc", CHAR_OF[0xC3] + "b"]

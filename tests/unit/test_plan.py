@@ -86,6 +86,13 @@ def test_windows_are_read_and_no_more() -> None:
     assert shape.pairs(2000) == pytest.approx(counted)
 
 
+def test_windows_are_kept_and_no_more(tmp_path: Path) -> None:
+    plan = Planner(folder(tmp_path, GEMMA3), ROUND).plan([8192], [1], [8192])
+    kept = 1024 * (3 * 8192 + 15 * 512)
+    assert [room.sequences for room in plan.rooms] == [plan.kv_bytes // kept]
+    assert plan.prefill[0].fits
+
+
 def test_a_mixture_reads_what_its_tokens_hit(tmp_path: Path) -> None:
     planner = Planner(folder(tmp_path, QWEN3_30B), ROUND)
     mixture = planner.shape.mixture
