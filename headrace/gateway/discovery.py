@@ -60,9 +60,15 @@ class Resolver:
         """server: HOST:PORT, an address; "" = those of /etc/resolv.conf, with its search list."""
         self._server = server
         self._client: Client | None = None
+        self._failed: dict[str, set[tuple[str, int]]] = {}  # SRV name -> targets, not told lately
 
-    async def find(self, url: str) -> tuple[tuple[Target, ...], float]:
+    async def find(
+        self, url: str, before: Sequence[Target] = ()
+    ) -> tuple[tuple[Target, ...], float]:
         """Where a name's workers are, in order, and for how many seconds that holds.
+
+        before: where they were; those of an SRV target that DNS cannot tell now, while it tells
+        others, are still there.
 
         Raises Nothing; OSError where DNS cannot tell.
         """
@@ -76,7 +82,7 @@ class Resolver:
             if kind == "dns":
                 found, ttl_s = await self._addresses(host, port)
             else:
-                found, ttl_s = await self._services(host)
+                found, ttl_s = await self._services(host, before)
         except NXDOMAIN:
             raise Nothing("NXDOMAIN") from None
         except NoAnswer:
@@ -99,7 +105,7 @@ class Resolver:
             answer = await self._ask(host, "AAAA")
         return [Target(row.address, port, host) for row in answer], _ttl_s(answer)
 
-    async def _services(self, name: str) -> tuple[list[Target], float]:
+    async def _services(self, name: str, before: Sequence[Target]) -> tuple[list[Target], float]:
         """Those of the lowest priority number, as RFC 2782 asks; weights are the policy's job."""
         answer = await self._ask(name, "SRV")
         rows = [row for row in answer if row.target.labels != (b"",)]  # "." says: no service
@@ -115,7 +121,18 @@ class Resolver:
             if row.priority == first
         ]
         few = asyncio.Semaphore(MOST_AT_ONCE)
-        found = await asyncio.gather(*(self._target(few, *end) for end in ends))
+        asked = await asyncio.gather(
+            *(self._target(few, *end) for end in ends), return_exceptions=True
+        )
+        failed = {
+            end: one for one, end in zip(asked, ends, strict=True) if not isinstance(one, tuple)
+        }
+        if len(failed) == len(ends):
+            raise failed[ends[0]]
+        for end in failed.keys() - self._failed.get(name, set()):
+            log.warning("%s: %s: %s; its workers stay", name, end[0], failed[end])
+        self._failed[name] = set(failed)
+        found = [_as_before(one, *end, before) for one, end in zip(asked, ends, strict=True)]
         targets = [target for some, _ in found for target in some]
         if not targets:
             raise Nothing("none of its targets has an address")
@@ -150,6 +167,23 @@ def _client(server: str) -> Client:
         made.nameservers = [address]
     made.use_edns(0, 0, PAYLOAD_BYTES)
     return made
+
+
+def _as_before(
+    asked: tuple[list[Target], float] | BaseException,
+    name: str,
+    port: int,
+    before: Sequence[Target],
+) -> tuple[list[Target], float]:
+    """What DNS says of a target; where it cannot tell, what it said, and to be asked soon."""
+    from dns.exception import DNSException
+
+    if not isinstance(asked, BaseException):
+        return asked
+    if not isinstance(asked, DNSException):
+        raise asked
+    shown = name.rstrip(".")
+    return [target for target in before if (target.name, target.port) == (shown, port)], 0.0
 
 
 def _ttl_s(answer: Answer) -> float:
@@ -270,7 +304,7 @@ class DnsRegistry:
         while True:
             ttl_s = 0.0
             try:
-                targets, ttl_s = await self._resolver.find(name.url)
+                targets, ttl_s = await self._resolver.find(name.url, name.targets)
                 changed = name.told(targets, time.monotonic())
             except Nothing as none:
                 now_s = time.monotonic()

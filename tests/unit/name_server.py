@@ -20,6 +20,7 @@ class NameServer(asyncio.DatagramProtocol):
     def __init__(self) -> None:
         self.records: dict[tuple[str, str], tuple[int, Sequence[str]]] = {}  # TTL, values
         self.rcode = dns.rcode.NOERROR  # else every answer is this
+        self.broken: set[str] = set()  # names of which it cannot tell
         self.silent = False
         self.asked: list[tuple[str, str, str]] = []  # by udp or tcp, name, type
         self.port = 0
@@ -79,7 +80,9 @@ class NameServer(asyncio.DatagramProtocol):
             return None
         answer = dns.message.make_response(query)
         answer.set_rcode(self.rcode)
-        if self.rcode == dns.rcode.NOERROR:
+        if name in self.broken:
+            answer.set_rcode(dns.rcode.SERVFAIL)
+        elif self.rcode == dns.rcode.NOERROR:
             self._fill(answer, name, dns.rdatatype.to_text(question.rdtype))
         return answer
 

@@ -245,6 +245,26 @@ async def test_what_the_resolver_makes_of_answers() -> None:
             await find("dns+http://six.test")
 
 
+async def test_a_target_that_dns_cannot_tell_keeps_its_workers_and_holds_up_no_other() -> None:
+    async with NameServer() as server:
+        find = Resolver(server.address).find
+        server.set("srv.test", "SRV", "0 0 1 a.test.", "0 0 2 b.test.", ttl_s=9)
+        server.set("a.test", "A", "10.0.0.1", ttl_s=9)
+        server.set("b.test", "A", "10.0.0.2", ttl_s=9)
+        before, ttl_s = await find("dnssrv+http://srv.test")
+        assert ttl_s == 9
+        server.broken.add("a.test")
+        server.set("b.test", "A", "10.0.0.3", ttl_s=9)
+        a, b = before
+        now, ttl_s = await find("dnssrv+http://srv.test", before)
+        assert now == (a, Target("10.0.0.3", b.port, b.name))
+        assert ttl_s == 0
+        assert (await find("dnssrv+http://srv.test"))[0] == now[1:]
+        server.broken.add("b.test")
+        with pytest.raises(OSError, match="SERVFAIL"):
+            await find("dnssrv+http://srv.test", before)
+
+
 async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "LIFETIME_S", 0.05)
     async with NameServer() as server:
