@@ -127,7 +127,7 @@ class Resolver:
         failed = {
             end: one for one, end in zip(asked, ends, strict=True) if not isinstance(one, tuple)
         }
-        if len(failed) == len(ends):
+        if len(failed) == len(set(ends)):
             raise failed[ends[0]]
         for end in failed.keys() - self._failed.get(name, set()):
             log.warning("%s: %s: %s; its workers stay", name, end[0], failed[end])
