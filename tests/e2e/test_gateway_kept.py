@@ -24,7 +24,7 @@ TRIES = 20  # requests go to two workers in turn: the second at the latest goes 
 @pytest.fixture(scope="module")
 def keeper() -> Iterator[Server]:
     """The worker whose responses and streams are asked for."""
-    with Server(fake_step_ms=2.0, stream_resume_s=60.0) as server:
+    with Server(fake_step_ms=5.0, stream_resume_s=60.0) as server:  # a stream lasts ten seconds
         yield server
 
 
