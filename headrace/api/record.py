@@ -227,7 +227,7 @@ class Record:
             self.params = bill.parameters
 
     def done(self, status: int, error: str) -> None:
-        """Its last byte was handed over."""
+        """Its last byte leaves now, or nobody reads any more."""
         self.done_s, self.status, self.error = time.monotonic(), status, error
         self.refresh()
         if self._bill is not None:

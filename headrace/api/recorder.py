@@ -78,7 +78,7 @@ class Recorder:
         return record
 
     def close(self, record: Record, status: int, error: str) -> None:
-        """Its last byte was handed over."""
+        """Its last byte leaves now, or nobody reads any more."""
         record.done(status, error)
         if record.full is not None:
             self._running[record.key] -= 1

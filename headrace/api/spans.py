@@ -62,7 +62,7 @@ def operation_of(path: str) -> str:
 
 
 def end_trace(trace: Trace, record: Record | None, status: int) -> None:
-    """Its last byte was handed over. record: a done one; None: it was refused at the door."""
+    """Its last byte leaves now. record: a done one; None: it was refused at the door."""
     if record is None:
         trace.tell({"http.response.status_code": status})
     elif trace.sampled:
