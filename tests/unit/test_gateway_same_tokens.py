@@ -29,6 +29,7 @@ from headrace.errors import InvalidRequest
 from headrace.gateway import tokenising
 from headrace.gateway.tokenising import ModelTokens
 from headrace.sources.card import ModelCard, read_card
+from headrace.sources.files import ModelFiles
 from headrace.sources.resolve import FAKE, resolve
 from headrace.text.response_prompt import input_items
 from headrace.text.template import ChatTemplate
@@ -98,15 +99,16 @@ def model(name: str) -> Model:
     card = read_card(files)
     if name == "native":
         card = msgspec.structs.replace(card, chat_template=NATIVE)
-    with _card(card):
+    with _card(files, card):
         gateway = ModelTokens(files, 2**20)
     return Model(card, load_tokenizer(files, card), gateway)
 
 
 @contextmanager
-def _card(card: ModelCard) -> Iterator[None]:
+def _card(files: ModelFiles, card: ModelCard) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenising, "read_card", lambda files: card)
+        text = card, load_tokenizer(files, card)
+        patch.setattr(tokenising, "load_text", lambda files: text)
         yield
 
 
