@@ -47,9 +47,9 @@ class Trace:
 
     __slots__ = ("_offset_ns", "_span", "_tracer")
 
-    def __init__(self, tracer: Any, span: Span) -> None:
-        self._tracer, self._span = tracer, span
-        self._offset_ns = _offset_ns()
+    def __init__(self, tracer: Any, span: Span, offset_ns: int) -> None:
+        """offset_ns: from time.monotonic() to the time of day, the same for all of its parts."""
+        self._tracer, self._span, self._offset_ns = tracer, span, offset_ns
 
     @property
     def id(self) -> str:
@@ -106,7 +106,7 @@ class Trace:
             kind=SpanKind.CLIENT,
             attributes=attributes,
         )
-        return Trace(self._tracer, span)
+        return Trace(self._tracer, span, self._offset_ns)
 
     def end(self, error: str = "", *, failed: bool = True) -> None:
         """It is over. error: the code of what ended it early; failed: the fault was not the
@@ -167,14 +167,15 @@ class Tracer:
         """A request came at `begun_s` of time.monotonic()."""
         from opentelemetry.trace import SpanKind
 
+        offset_ns = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
             name,
             context=_otel_context(parent),
             kind=SpanKind.SERVER,
             attributes=attributes,
-            start_time=int(begun_s * 1e9) + _offset_ns(),
+            start_time=int(begun_s * 1e9) + offset_ns,
         )
-        return Trace(self._tracer, span)
+        return Trace(self._tracer, span, offset_ns)
 
     def close(self) -> None:
         """Send what waits, for at most `LAST_S`; then whatever is being tried is cut short."""
@@ -183,11 +184,6 @@ class Tracer:
         last.join(LAST_S)
         self._exporter.shutdown()
         last.join(LAST_S)
-
-
-def _offset_ns() -> int:
-    """From time.monotonic() to the time of day."""
-    return time.time_ns() - time.monotonic_ns()
 
 
 def _otel_context(parent: TraceContext | None) -> Any:

@@ -62,9 +62,11 @@ class Steps:
     ) -> None:
         """A sequence of the ids `known` takes a row in the next plan."""
         history = known if sampling.needs_history else []
-        join = Join(
-            row, sampling, choice, [list(blocks)], "", prompt_tokens or len(known), list(history)
-        )
+        capacity = self.runner.capacity
+        groups = len(capacity.windows)
+        share = capacity.kv_blocks[0] // groups  # each KV group has blocks of its own
+        tables = [[group * share + block for block in blocks] for group in range(groups)]
+        join = Join(row, sampling, choice, tables, "", prompt_tokens or len(known), list(history))
         self.joins.append(join)
         self.length[row] = 0
 

@@ -105,12 +105,12 @@ def interpreted(files: ModelFiles, *, folded: bool = False, graphed: bool = True
     return CudaRunner(forward, capacity)
 
 
-def on_the_cpu(files: ModelFiles) -> Runner:
+def on_the_cpu(files: ModelFiles, kv_groups: int = 1) -> Runner:
     runner: Runner = load(
         "cpu",
         files,
         dtype="float32",
-        kv_blocks=BLOCKS,
+        kv_blocks=kv_groups * BLOCKS,
         block_size=BLOCK_SIZE,
         max_num_seqs=ROWS,
         max_num_batched_tokens=MAX_TOKENS,
