@@ -157,6 +157,7 @@ class Ledger:
         self._count = 0
         self._beat_s = 0.0
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
 
     async def start(self) -> None:
         """Connect, and again whenever the server was lost. Returns when it is clear whether it is
@@ -172,6 +173,7 @@ class Ledger:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s if self.up else 0):
                 await self._told.wait()
+        self._stopping = True  # whoever swallows the cancel ends with its next look
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -231,23 +233,22 @@ class Ledger:
     # ------------------------------------------------------------ the server
 
     async def _run(self) -> None:
-        from redis.exceptions import RedisError
-
-        while True:
+        while not self._stopping:
             client = self._make()
             try:
                 async with asyncio.timeout(RETRY_S):
                     sha = await client.script_load(SCRIPT)
                 await self._serve(client, sha)
-            except (RedisError, OSError, msgspec.DecodeError) as error:
+            except Exception as error:  # of whatever kind: nobody may be left without an answer
                 self._lost(error)
             finally:
-                with contextlib.suppress(RedisError, OSError):
-                    await client.aclose()
+                with contextlib.suppress(Exception):  # it is lost, or told all
+                    async with asyncio.timeout(RETRY_S):
+                        await client.aclose()
             await asyncio.sleep(RETRY_S)
 
     async def _serve(self, client: Redis, sha: str) -> None:
-        """Until the server fails."""
+        """Until the server fails, or `stop`."""
         self._charge()
         self._beat_s = 0.0  # hold what runs, with the first call
         await self._flush(client, sha)
@@ -257,7 +258,7 @@ class Ledger:
         self._tried.set()
         self._charge()  # what was taken during that call
         log.info("limits are shared with %d other gateways", self.gateways - 1)
-        while True:
+        while not self._stopping:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._wake.wait()
