@@ -148,6 +148,8 @@ async def test_requests_at_once_are_counted_together_and_none_leaks(store: Store
             del running[: 1 + round_ % 4]
         for answer in running:
             answer.settle(1, time.monotonic())
+        for gate in (one, two):  # what the one has not told yet the other is not let in for
+            await gate.ledger._told.wait()
         full = await storm([two], 4, 1)
         assert all(isinstance(answer, Reservation) for answer in full)
         refused = await one.ask()
