@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +28,17 @@ def read_json(data: bytes | str, kind: type[T]) -> T:
         raise Malformed(f"is not as it should be: {error}") from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise Malformed(f"is not JSON: {error}") from None
+
+
+def string_of(item: Mapping[str, Any], name: str, where: str) -> str:
+    """A member that has to be a string. where: of the item, from a field of the body on.
+
+    Raises InvalidRequest that names the field.
+    """
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name}: a string", param=where.partition("[")[0])
+    return value
 
 
 def refusal(body: bytes, error: Malformed) -> InvalidRequest:

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "web_page": {"errors", "config"},
     "sources": BASE | {"children"},
     "quant": BASE,
-    "text": BASE | {"sources", "observe", "children", "native"},
+    "text": BASE | {"sources", "observe", "children", "native", "foreign_json"},
     "engine": BASE | {"kv", "observe"},
     "kernels": {"errors", "messages", "config"},
     "native": {"errors", "sources"},

@@ -15,13 +15,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from headrace.sources import cache
+
+L = TypeVar("L")
 
 SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("g++", "clang++", "c++")
@@ -116,6 +119,16 @@ def build_pieces(
     """The library that merges pieces of text, cached or newly built."""
     sources = [SOURCES / f"{_PIECES}.cpp"]
     return _cached(environ, "libpieces.so", [*FLAGS, *extra_flags], (), sources)
+
+
+def opened(built: Built | Unavailable, load: Callable[[Path], L]) -> L | Unavailable:
+    """What `load` makes of a library on disk."""
+    if isinstance(built, Unavailable):
+        return built
+    try:
+        return load(built.path)
+    except OSError as error:
+        return Unavailable(f"cannot load {built.path}: {error}", f"remove {built.path.parent}")
 
 
 def _cached(

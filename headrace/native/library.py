@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from pathlib import Path
 from typing import Any
 
-from headrace.native.build import Unavailable, build
+from headrace.native.build import Unavailable, build, opened
 
 # Kinds and flags of an Op; types of KV caches.
 EMBED, QUANTISE, LINEAR, GATED, ROTATE, ATTEND, PEAKS, GATHER, ADD_NORMED = range(9)
@@ -126,10 +126,4 @@ class Library:
 @functools.cache
 def load() -> Library | Unavailable:
     """The library of this machine, built if need be; the same answer for the whole process."""
-    built = build()
-    if isinstance(built, Unavailable):
-        return built
-    try:
-        return Library(built.path)
-    except OSError as error:
-        return Unavailable(f"cannot load {built.path}: {error}", f"remove {built.path.parent}")
+    return opened(build(), Library)

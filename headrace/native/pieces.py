@@ -9,7 +9,7 @@ from array import array
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-from headrace.native.build import Unavailable, build_pieces
+from headrace.native.build import Unavailable, build_pieces, opened
 
 PLAIN, SPECIAL, USER = 0, 1, 2  # roles: the last two are found in a text before anything is merged
 
@@ -37,13 +37,7 @@ class Library:
 @functools.cache
 def load() -> Library | Unavailable:
     """The library of this machine, built if need be; the same answer for the whole process."""
-    built = build_pieces()
-    if isinstance(built, Unavailable):
-        return built
-    try:
-        return Library(built.path)
-    except OSError as error:
-        return Unavailable(f"cannot load {built.path}: {error}", f"remove {built.path.parent}")
+    return opened(build_pieces(), Library)
 
 
 class Pieces:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import InvalidRequest
+from headrace.foreign_json import string_of
 
 Blocks = str | list[dict[str, Any]]
 
@@ -105,9 +106,9 @@ def _turns(turn: Turn, where: str) -> list[dict[str, Any]]:
     for at, block in enumerate(turn.content):
         place, kind = f"{where}.content[{at}]", block.get("type")
         if kind == "text":
-            texts.append(_string(block, "text", place))
+            texts.append(string_of(block, "text", place))
         elif kind == "thinking" and turn.role == "assistant":
-            thoughts.append(_string(block, "thinking", place))
+            thoughts.append(string_of(block, "thinking", place))
         elif kind == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, place))
         elif kind == "tool_result" and turn.role == "user":
@@ -133,10 +134,10 @@ def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{place}.input: an object", param="messages")
     function = {
-        "name": _string(block, "name", place),
+        "name": string_of(block, "name", place),
         "arguments": msgspec.json.encode(arguments).decode(),
     }
-    return {"id": _string(block, "id", place), "type": "function", "function": function}
+    return {"id": string_of(block, "id", place), "type": "function", "function": function}
 
 
 def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
         text = f"Error: {text}"  # chat has no field for it; the model should know
     return {
         "role": "tool",
-        "tool_call_id": _string(block, "tool_use_id", place),
+        "tool_call_id": string_of(block, "tool_use_id", place),
         "content": text,
     }
 
@@ -164,15 +165,8 @@ def _text(content: Any, where: str) -> str:
     for at, block in enumerate(content):
         if not isinstance(block, dict) or block.get("type") != "text":
             raise InvalidRequest(f"{where}[{at}]: only text blocks are read here", param=param)
-        texts.append(_string(block, "text", f"{where}[{at}]"))
+        texts.append(string_of(block, "text", f"{where}[{at}]"))
     return "\n".join(texts)
-
-
-def _string(block: Mapping[str, Any], name: str, place: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{place}.{name}: a string", param=place.partition("[")[0])
-    return value
 
 
 def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:

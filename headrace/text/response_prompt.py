@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import InvalidRequest
+from headrace.foreign_json import string_of
 
 MAX_ITEMS = 4096
 
@@ -87,13 +88,17 @@ def turns_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if kind == "message":
             _message(turns, item, where)
         elif kind == "function_call":
-            function = {name: _string(item, name, where) for name in ("name", "arguments")}
-            call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
+            function = {name: string_of(item, name, where) for name in ("name", "arguments")}
+            call = {
+                "id": string_of(item, "call_id", where),
+                "type": "function",
+                "function": function,
+            }
             _assistant(turns).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             turns.append({
                 "role": "tool",
-                "tool_call_id": _string(item, "call_id", where),
+                "tool_call_id": string_of(item, "call_id", where),
                 "content": _text(item.get("output"), f"{where}.output"),
             })  # fmt: skip
         elif kind == "reasoning":
@@ -109,7 +114,7 @@ def turns_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(turns: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    role, text = _string(item, "role", where), _text(item.get("content"), f"{where}.content")
+    role, text = string_of(item, "role", where), _text(item.get("content"), f"{where}.content")
     if role == "assistant":
         _assistant(turns, fresh="content")["content"] = text
     else:
@@ -136,15 +141,8 @@ def _text(content: Any, where: str) -> str:
         if kind not in ("input_text", "output_text", "text", "reasoning_text", "refusal"):
             raise InvalidRequest(f"{where}[{at}]: parts of type {kind!r} are not taken: this model "
                                  "reads text", param="input")  # fmt: skip
-        texts.append(_string(part, "refusal" if kind == "refusal" else "text", f"{where}[{at}]"))
+        texts.append(string_of(part, "refusal" if kind == "refusal" else "text", f"{where}[{at}]"))
     return "\n".join(texts)
-
-
-def _string(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{name}: a string", param=where.partition("[")[0])
-    return value
 
 
 def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
@@ -167,4 +165,4 @@ def _choice(choice: str | dict[str, Any] | None) -> Any:
             f"tool_choice: type {choice.get('type')!r} is not here: function is",
             param="tool_choice",
         )
-    return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
+    return {"type": "function", "function": {"name": string_of(choice, "name", "tool_choice")}}
