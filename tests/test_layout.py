@@ -19,13 +19,14 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 500, 60, 150
 BASE = {"messages", "errors", "config", "stages"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "extras": set(),
     "stages": set(),
     "messages": {"errors"},
     "foreign_json": {"errors"},
     "config": {"errors", "messages", "draws", "prices"},
     "draws": {"errors"},
     "prices": {"errors"},
-    "observe": {"errors", "stages"},
+    "observe": {"errors", "extras", "stages"},
     "kv": BASE | {"observe"},
     "children": set(),
     "runtime_folder": set(),
@@ -43,16 +44,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe", "kv"},
-    "hooks": {"errors"},
+    "hooks": {"errors", "extras"},
     "homes": set(),
     "gateway": BASE
     | {"observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"}
-    | {"homes"},
+    | {"extras", "homes"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
     | {"homes", "hooks", "pages", "prices", "vectors", "web_page", "foreign_json"},
-    "bench": BASE | {"sources", "text", "engine", "models", "runner", "quant", "backends"},
+    "bench": BASE
+    | {"extras", "sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
     "asked": BASE | {"sources", "text", "draws"},
     "beams": {"messages"},

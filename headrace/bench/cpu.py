@@ -6,20 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from types import ModuleType
+
+import psutil
 
 from headrace.errors import ConfigError
-
-
-def _psutil() -> ModuleType:
-    try:
-        import psutil
-    except ImportError:
-        raise ConfigError(
-            "CPU use needs psutil: pip install 'headrace[bench]'", param="pid"
-        ) from None
-    module: ModuleType = psutil
-    return module
 
 
 class CpuMeter:
@@ -30,16 +20,15 @@ class CpuMeter:
     """
 
     def __init__(self, pid: int) -> None:
-        self._psutil = _psutil()
         try:
-            self._root = self._psutil.Process(pid)
-        except self._psutil.NoSuchProcess:
+            self._root = psutil.Process(pid)
+        except psutil.NoSuchProcess:
             raise ConfigError(f"no process {pid}", param="pid") from None
         self._seen_s: dict[tuple[int, float], float] = {}  # (pid, start) -> user + system
 
     def total_s(self) -> float:
         """User plus system seconds so far. Never falls."""
-        gone = (self._psutil.NoSuchProcess, self._psutil.AccessDenied)
+        gone = (psutil.NoSuchProcess, psutil.AccessDenied)
         tree = []
         with contextlib.suppress(*gone):
             tree = [self._root, *self._root.children(recursive=True)]

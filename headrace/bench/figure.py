@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.extras import install
 
 # One grey and mid-bright colours on a transparent ground: legible on white and on near-black.
 INK = "#7d8590"
@@ -38,7 +39,7 @@ def drawn(stem: Path, width: float, height: float) -> Iterator[Any]:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'headrace[plot]'") from None
+        raise ConfigError(f"plots need matplotlib: {install('plot')}") from None
     with mpl.rc_context(_LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.patch.set_alpha(0)

@@ -13,11 +13,12 @@ from headrace.bench.exchange import Exchange, reason
 from headrace.bench.stats import Record
 from headrace.bench.workload import Ask
 from headrace.errors import ConfigError, EngineError
+from headrace.extras import install
 
 try:
     import aiohttp
 except ImportError:
-    raise ConfigError("the load generator needs aiohttp: pip install 'headrace[bench]'") from None
+    raise ConfigError(f"the load generator needs aiohttp: {install('bench')}") from None
 
 T = TypeVar("T")
 SHED = {429, 503}  # the server refuses work that it could do at another time

@@ -20,6 +20,7 @@ from headrace.config import Settings
 from headrace.engine.recorder import view_of
 from headrace.engine.stats import EngineStats, StepTimes
 from headrace.errors import ConfigError
+from headrace.extras import install
 from headrace.messages import (
     Abort,
     Done,
@@ -45,7 +46,7 @@ def _need_transformers() -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
-            "engine = naive needs transformers: pip install 'headrace[transformers]'",
+            f"engine = naive needs transformers: {install('transformers')}",
             param="engine",
         ) from None
     return transformers

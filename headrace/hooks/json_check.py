@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 from headrace.errors import ConfigError, UnfitAnswer
+from headrace.extras import install
 
 MAX_MEND_CHARS = 16_384  # json-repair takes up to 0.3 s for as many
 
@@ -27,8 +28,8 @@ class JsonCheck:
                 from json_repair import repair_json
             except ImportError:
                 raise ConfigError(
-                    "--hook check=json needs `pip install headrace[hooks]`; check=json:strict does "
-                    "not",
+                    "--hook check=json needs json-repair, check=json:strict does not: "
+                    + install("hooks"),
                     param="hook",
                 ) from None
             self._repair = repair_json

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from headrace.extras import install
 from headrace.observe import host
 from headrace.observe.exposition import Exposition
 from headrace.observe.nvml import THROTTLES, Device, DeviceReading
@@ -241,7 +242,7 @@ class Telemetry(threading.Thread):
         try:
             import pynvml
         except ImportError:
-            log.warning("no GPU telemetry: pip install 'headrace[gpu]' brings nvidia-ml-py")
+            log.warning("no GPU telemetry without nvidia-ml-py: %s", install("gpu"))
             return
         try:
             self._device = Device(pynvml, uuid)

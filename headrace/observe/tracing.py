@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
 from headrace.errors import SetupError
+from headrace.extras import install
 from headrace.observe.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def check_installed() -> None:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError:
-        raise SetupError(
-            "otlp_endpoint needs OpenTelemetry: pip install 'headrace[tracing]'"
-        ) from None
+        raise SetupError(f"otlp_endpoint needs OpenTelemetry: {install('tracing')}") from None
 
 
 class Trace:

@@ -87,8 +87,10 @@ def _load_cpu(
         facts = read_facts(settings, files)
     spec = facts.spec
     check_weights(settings, facts, report)
+    with phase("find kernels, or build them", report):
+        kernels = resolve_kernels(settings, spec)
     with phase("load weights", report):
-        loaded = load_model(settings, spec, facts.checkpoint, facts.dtype.value, progress)
+        loaded = load_model(settings, kernels, spec, facts.checkpoint, facts.dtype.value, progress)
     dtype = kv_dtype(settings, loaded.kernels, facts.dtype.value)
     with phase("make the KV cache", report):
         free_bytes = device.free_memory_bytes()

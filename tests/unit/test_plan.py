@@ -176,4 +176,5 @@ def test_the_command_names_what_is_wrong(
     folder(tmp_path, LLAMA_8B)
     assert "is not one of" in failed(tmp_path, "--device", "h1000")
     assert "memory" in failed(tmp_path, "--device", "h100", "--memory", "lots")
-    assert "is not on this machine" in failed("hf:no/such-model", "--device", "h100")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "no copy here" in failed("hf:no/such-model", "--device", "h100")
