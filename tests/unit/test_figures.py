@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs" / "measured.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")],
@@ -47,12 +48,12 @@ def test_host_costs() -> None:
     api = {one["streams"]: one for one in recorded("api_cost.json")["rows"]}[64]
     loop, process = api["loop_us_per_token"], api["process_us_per_token"]
     name = "HTTP process, each token (decode, detokenise, SSE chunk), 64 streams"
-    assert row(README, name) == [f"{loop:.0f} us, {process:.0f} us with sockets and metrics"]
+    assert row(MEASURED, name) == [f"{loop:.0f} us, {process:.0f} us with sockets and metrics"]
     steps = [
         one for one in recorded("engine_overhead.json")["rows"]
         if one["loop"] == "plain" and not one["indexed"] and not one["waiting"]
     ]  # fmt: skip
-    (told,) = row(README, "plan + apply of one step, 64 / 256 / 1024 running")
+    (told,) = row(MEASURED, "plan + apply of one step, 64 / 256 / 1024 running")
     match = re.fullmatch(r"(.+) ms \(p99 (.+)\)", told)
     assert match, told
     shown = [one for one in steps if one["running"] > 1]
@@ -103,3 +104,25 @@ def test_the_gateway_beside_its_peers() -> None:
     ):
         found = [float(row(table, where)[at]) for at in mine]
         assert row(README, name) == [f"{value:.{digits}f}" for value in found]
+
+
+@pytest.mark.parametrize("which", ["distinct", "single"])
+def test_batching_against_one_at_a_time(which: str) -> None:
+    """Throughput, latencies and cores of each level, the naive server's before headrace's."""
+    table = (RESULTS / f"engine_vs_naive_{which}.md").read_text()
+    levels: dict[str, dict[str, list[float]]] = {"naive": {}, "headrace": {}}
+    for line in table.splitlines():
+        name, level, *rest = [*cells(line), ""]
+        name = name.partition(",")[0]  # "headrace, prefix cache"
+        if name in levels:
+            e2e, itl, rate, cores = (float(rest[at]) for at in (2, 6, 9, 11))
+            levels[name][level] = [rate, e2e, itl, cores]
+    page = MEASURED.split(f"<!-- {which} -->")[1].split(f"<!-- /{which} -->")[0]
+    shown = [cells(line) for line in page.splitlines() if re.match(r"\| \d", line)]
+    assert [level for level, *_ in shown] == list(levels["naive"])
+    for level, *told in shown:
+        naive, ours = levels["naive"][level], levels["headrace"][level]
+        pairs = [value for both in zip(naive, ours, strict=True) for value in both]
+        for figure, value in zip(told, pairs, strict=True):
+            digits = len(figure.partition(".")[2])
+            assert abs(float(figure) - value) <= 0.5001 * 10**-digits, (level, figure, value)
