@@ -333,7 +333,16 @@ def _maker(url: str) -> Callable[[], Redis]:
     plain = "redis" + url.removeprefix("valkey") if url.startswith("valkey") else url
 
     def make() -> Redis:
-        return Redis.from_url(plain, retry=Retry(NoBackoff(), 0), single_connection_client=True)
+        # Every call is bounded here. With a timeout of its own, which is the default since 8.0, it
+        # sends by `asyncio.wait_for`, and that of Python 3.11 keeps a cancel that comes just as
+        # the bytes are gone for itself: whoever was to end then reads on.
+        return Redis.from_url(
+            plain,
+            retry=Retry(NoBackoff(), 0),
+            single_connection_client=True,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+        )
 
     try:
         make()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError, RateLimited
-from headrace.gateway.ledger import Ledger
+from headrace.gateway.ledger import Ledger, _maker
 from headrace.gateway.limits import Account, Limits, Reservation
 from headrace.gateway.tenants import Doorkeeper, TierSpec
 from tests.unit.gateway_rig import Asked, Call, Mock, Out, call, chat, gateway, until
@@ -223,6 +223,22 @@ async def test_what_can_never_run_is_told_so_and_bad_urls_are_named(store: Store
         assert "can never run" in refused.message
     with pytest.raises(ConfigError, match="redis_url 'http://x'"):
         Ledger("http://x", 1.0)
+
+
+async def test_a_call_ends_when_it_is_cancelled_whatever_it_is_at(store: Store) -> None:
+    make = _maker(store.url)
+    for turns in range(8):  # of the loop, until the call is sent and the answer awaited
+        client = make()
+        await client.ping()  # it is connected
+        store.process.send_signal(signal.SIGSTOP)
+        asked = asyncio.create_task(client.get("x"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait({asked})
+        assert asked.cancelled(), turns
+        store.process.send_signal(signal.SIGCONT)
+        await client.aclose()
 
 
 @pytest.mark.parametrize("stream", [False, True])
