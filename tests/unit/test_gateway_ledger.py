@@ -231,7 +231,7 @@ async def test_a_call_ends_when_it_is_cancelled_whatever_it_is_at(store: Store) 
         client = make()
         await client.ping()  # it is connected
         store.process.send_signal(signal.SIGSTOP)
-        asked = asyncio.create_task(client.get("x"))
+        asked: asyncio.Future[Any] = asyncio.ensure_future(client.get("x"))
         for _ in range(turns):
             await asyncio.sleep(0)
         asked.cancel()
