@@ -8,9 +8,12 @@ moment old does no harm. Nothing is sent, so nobody waits for anybody.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from hashlib import blake2b
 from pathlib import Path
+
+log = logging.getLogger("headrace.gateway")
 
 MAX_WORKERS = 1024
 _FIELDS = 5  # key, requests, waiting, pending tokens, decode tokens
@@ -53,7 +56,7 @@ class Board:
 
     def enter(self, key: int) -> int:
         """The row of a worker in this process's table, to be given to `write`; 0 counts until then.
-        Raises ValueError where there are more than `MAX_WORKERS`.
+        -1: there are more than `MAX_WORKERS`, and this one is counted by each process alone.
         """
         for i in range(MAX_WORKERS):
             row = self._own + _FIELDS * ((key + i) % MAX_WORKERS)
@@ -61,11 +64,13 @@ class Board:
                 self.write(row, (0, 0, 0, 0))
                 self._cells[row] = key
                 return row
-        raise ValueError(f"more than {MAX_WORKERS} workers")
+        log.error("more than %d workers: what others send to the last is not known", MAX_WORKERS)
+        return -1
 
     def leave(self, row: int) -> None:
         """The worker is gone."""
-        self._cells[row] = _LEFT
+        if row >= 0:
+            self._cells[row] = _LEFT
 
     def write(self, row: int, counts: Counts) -> None:
         """What this process has at that worker."""

@@ -65,6 +65,8 @@ class Client(asyncio.Protocol):
         self._receiving = False
         self._unparsed_bytes = 0
         self._in_head = True
+        self._fed = False  # a part of a body came in this read
+        self._behind = False  # more is written than the client takes
         self._target, self._headers = b"", Headers()
         self._taken_s, self._unsent_bytes = self._since_s, 0
 
@@ -83,21 +85,27 @@ class Client(asyncio.Protocol):
             serving.client_gone()
 
     def pause_writing(self) -> None:
+        self._behind = True
         if self._serving is not None:
             self._serving.client_slow(True)
 
     def resume_writing(self) -> None:
+        self._behind = False
         if self._serving is not None:
             self._serving.client_slow(False)
 
     def data_received(self, data: bytes) -> None:
-        if self._last:
-            return
+        while data and not self._last:
+            data = self._read(data)
+
+    def _read(self, data: bytes) -> bytes:
+        """Returns what has to be read yet."""
         self._large = self._unparsed_bytes + len(data) > MAX_HEAD_BYTES  # a head may be too large
+        self._fed = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline(data[upgrade.args[0] :])
+            return self._declined(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             inner = error.__context__  # what a callback raised
             if inner is None or isinstance(inner, ClientError):
@@ -106,9 +114,12 @@ class Client(asyncio.Protocol):
                 log.error("a request failed", exc_info=inner)
                 self.abort()
         else:
-            self._unparsed_bytes = self._unparsed_bytes + len(data) if self._in_head else 0
-            if self._large and self._in_head and self._head_too_large():
+            # Of a head that is not whole, or behind a body: trailers, which nobody asked for.
+            beside = self._in_head or (self._receiving and not self._fed)
+            self._unparsed_bytes = self._unparsed_bytes + len(data) if beside else 0
+            if self._large and beside and self._head_too_large():
                 self._refuse(InvalidRequest("the headers are too large"))
+        return b""
 
     # ------------------------------------------------------------ httptools
 
@@ -123,7 +134,8 @@ class Client(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if self._in_head:  # else it is a trailer, and could pass for a header
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._parser.should_upgrade():
@@ -140,6 +152,7 @@ class Client(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
+        self._fed = True
         self._body_bytes += len(body)
         if self._body_bytes + self._waiting_bytes > self._max_body_bytes:
             raise TooLarge(f"the body has more than {self._max_body_bytes} bytes")
@@ -176,17 +189,18 @@ class Client(asyncio.Protocol):
         head_bytes = len(self._target) + sum(len(n) + len(v) + 4 for n, v in self._headers)
         return head_bytes > MAX_HEAD_BYTES or self._unparsed_bytes > MAX_HEAD_BYTES + READ_BYTES
 
-    def _decline(self, rest: bytes) -> None:
-        """The client would also speak another protocol: go on in this one (RFC 9110, 7.8)."""
+    def _declined(self, rest: bytes) -> bytes:
+        """The client would also speak another protocol: go on in this one (RFC 9110, 7.8). Returns
+        its request without the offer, and what came behind it."""
         method = self._parser.get_method()
         if method == b"CONNECT":
             self._refuse(InvalidRequest("this server is no proxy"))
-            return
+            return b""
         lines = [b"%b %b HTTP/1.1" % (method, self._target)]
         offers = (b"upgrade", b"connection", b"http2-settings")
         lines += [b"%b: %b" % pair for pair in self._headers if pair[0] not in offers]
         self._parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        return b"\r\n".join(lines) + b"\r\n\r\n" + rest
 
     # ------------------------------------------------------------ answering
 
@@ -198,6 +212,8 @@ class Client(asyncio.Protocol):
         serving = self._handle(self, request)
         if self._answering:
             self._serving = serving
+            if self._behind and serving is not None:
+                serving.client_slow(True)
 
     def answer(self, status: int, headers: Headers, body: bytes, more: bytes = b"") -> None:
         """A whole answer. more: headers as they are written, each with its end of line."""

@@ -126,7 +126,7 @@ class Fleet:
         if prompt.kept is None:
             free = self._free(prompt, tried, now_s)
         else:
-            free = [self._keeper(prompt.kept, now_s, waits=prompt.waits)]
+            free = [self._keeper(prompt, prompt.kept, now_s)]
         view = FleetView(tuple([worker.view(now_s) for worker in free]))
         cached, states = self.beliefs.cached(prompt, free)
         if prompt.ttft_target_s:
@@ -173,7 +173,7 @@ class Fleet:
             raise self._nowhere(prompt, tried, now_s)
         return free
 
-    def _keeper(self, kept: Kept, now_s: float, *, waits: bool) -> Worker:
+    def _keeper(self, prompt: Prompt, kept: Kept, now_s: float) -> Worker:
         """The worker that has it, though it may be draining. Raises as `place`."""
         for worker in self.workers.values():
             if worker.tag == kept.tag:
@@ -182,7 +182,12 @@ class Fleet:
             raise kept.missing()
         if not worker.answers(now_s):
             raise kept.away()
-        if waits and not worker.has_room:
+        if kept.computes and not worker.serves(prompt.model):
+            raise NotFound(
+                f"the worker that has {kept.name!r} serves no model {prompt.model!r:.100}",
+                param="model",
+            )
+        if prompt.waits and not worker.has_room:
             raise NoRoom("the worker has as many requests as it takes at once")
         return worker
 

@@ -21,6 +21,7 @@ from headrace.gateway.prefix_index import (
     token_chain,
     units_of,
 )
+from headrace.gateway.sse import MOST_TOKENS
 
 GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 STREAM_OPTIONS = frozenset({"/v1/chat/completions", "/v1/completions"})  # have include_usage
@@ -217,7 +218,7 @@ def _output_tokens(path: str, said: _Body) -> int:
         if limit is not None and type(limit) is int and limit > most:
             most = limit
     n = said.n if isinstance(said.n, int) and 1 <= said.n <= 1024 else 1
-    return n * (most if most >= 0 else DEFAULT_OUTPUT_TOKENS)
+    return n * (min(most, MOST_TOKENS) if most >= 0 else DEFAULT_OUTPUT_TOKENS)
 
 
 def _target_s(text: bytes) -> float:

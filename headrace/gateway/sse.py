@@ -15,6 +15,9 @@ import msgspec
 from headrace.foreign_json import Malformed, read_json
 
 MAX_EVENT_BYTES = 256 * 1024
+MOST_TOKENS = (
+    2**32
+)  # no request has more; JSON knows integers that no float and no message can hold
 _BLANK = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
 _LINE = re.compile(r"\r\n|\n|\r")
 LAST_EVENTS = frozenset(
@@ -45,7 +48,8 @@ class Usage(msgspec.Struct):
 
 
 def _count(said: Any, before: int) -> int:
-    return said if isinstance(said, int) and said is not True and said >= 0 else before
+    plain = isinstance(said, int) and said is not True
+    return said if plain and 0 <= said <= MOST_TOKENS else before
 
 
 class EventStream:

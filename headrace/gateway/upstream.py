@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import httptools
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_FETCHED_BYTES = 4 * 2**20  # of an answer that the gateway itself asked for
 SIZES = (b"content-length", b"transfer-encoding")  # say where a body ends
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
@@ -77,8 +78,10 @@ class Upstream(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._break("the worker's answer is not HTTP")
-            return
+            if not self._complete:
+                self._break("the worker's answer is not HTTP")
+                return
+            self._keep = False  # what stands behind an answer was asked by nobody
         if self._parts and self._answer is not None:
             parts, self._parts = self._parts, []
             self._answer.said(parts[0] if len(parts) == 1 else b"".join(parts))
@@ -113,6 +116,10 @@ class Upstream(asyncio.Protocol):
             answer.ended()
 
     # ------------------------------------------------------------ httptools
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise ValueError("more than one answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
@@ -172,14 +179,17 @@ class Pool:
     async def connect(self) -> Upstream:
         """A new connection. Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(self._timeout_s):
-            _, made = await loop.create_connection(
-                lambda: Upstream(self),
-                self._host,
-                self._port,
-                ssl=self._tls,
-                server_hostname=self._name,
-            )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                _, made = await loop.create_connection(
+                    lambda: Upstream(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._name,
+                )
+        except ValueError as error:  # as for a label of 64 characters
+            raise OSError(f"{self._name or self._host!r} is no name of a host: {error}") from None
         return made
 
     def give_back(self, connection: Upstream) -> None:
@@ -213,14 +223,17 @@ class _Whole:
 
     def __init__(self) -> None:
         self.status = 0
-        self.body = b""
+        self.body = bytearray()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def began(self, status: int, headers: Headers) -> None:
         self.status = status
 
     def said(self, data: bytes) -> None:
-        self.body += data
+        if len(self.body) + len(data) > MAX_FETCHED_BYTES:
+            self.broken(f"the answer has more than {MAX_FETCHED_BYTES} bytes", False)
+        elif not self.done.done():
+            self.body += data
 
     def ended(self) -> None:
         if not self.done.done():
@@ -239,6 +252,6 @@ async def fetch(pool: Pool, request: bytes, timeout_s: float) -> tuple[int, byte
             answer = _Whole()
             connection.ask(request, answer, last=True)
             await answer.done
-            return answer.status, answer.body
+            return answer.status, bytes(answer.body)
         finally:
             connection.close()

@@ -1,0 +1,174 @@
+"""What clients send and workers say that no client and no worker should: it costs them alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from headrace import homes
+from headrace.gateway import board, connection, upstream
+from headrace.gateway.board import Board
+from headrace.gateway.prompt import PromptReader
+from headrace.gateway.registry import StaticRegistry
+from headrace.gateway.settings import WorkerSpec
+from headrace.gateway.sse import MOST_TOKENS
+from tests.unit.gateway_rig import (
+    Asked,
+    Call,
+    Mock,
+    Out,
+    answer_well,
+    call,
+    chat,
+    gateway,
+    get,
+    metric,
+    until,
+    usage_of,
+)
+
+HERE = {"host": "localhost"}
+HUGE = 10**400  # JSON has it, no float has
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("usage", [(HUGE, 2, 3), (10, HUGE, 3), (10, 2, HUGE)])
+async def test_a_count_that_cannot_be_is_none(usage: tuple[int, int, int], stream: bool) -> None:
+    async def boast(asked: Asked, out: Out) -> None:
+        said = {"choices": [{}], "usage": usage_of(*usage)}
+        if not stream:
+            await out.json(said)
+            return
+        await out.head()
+        await out.event(said)
+        await out.event("[DONE]")
+        await out.end()
+
+    async with Mock(boast) as worker, gateway(worker) as made:
+        reply = await call(made.port, chat(stream=stream))
+        assert reply.status == 200
+        assert str(HUGE).encode() in reply.body
+        for kind, count in zip(("prompt", "output", "cached"), usage, strict=True):
+            told = await metric(made, "tokens_total", kind=kind)
+            assert told == (0 if count == HUGE else count), kind
+
+
+async def test_a_limit_that_cannot_be_is_the_most_there_is() -> None:
+    """It is what the request counts with where its worker says no usage."""
+
+    async def silent(asked: Asked, out: Out) -> None:
+        await out.json({"choices": []})
+
+    async with Mock(silent) as worker, gateway(worker) as made:
+        for _ in range(2):
+            assert (await call(made.port, chat(max_tokens=HUGE, n=7))).status == 200
+        (tenant,) = (await get(made.port, "/gateway/tenants", HERE)).json()["tenants"]
+        assert 0 < tenant["served_tokens"] <= 1e12
+    body = json.dumps(chat(max_completion_tokens=HUGE)).encode()
+    assert PromptReader(True).read("/v1/chat/completions", body, {}).output_tokens == MOST_TOKENS
+
+
+async def test_trailers_are_bounded_and_go_nowhere() -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    body = json.dumps(chat()).encode()
+    whole = head + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    async with Mock() as worker, gateway(worker) as made:
+        async with Call(made.port) as one:
+            one._writer.write(whole + b"authorization: Bearer x\r\nx-odd: 1\r\n\r\n")
+            await one.see(b'"content"')
+        assert not {"authorization", "x-odd"} & worker.asked[0].headers.keys()
+        most = connection.MAX_HEAD_BYTES + 3 * connection.READ_BYTES
+        for trailer in (b"a: " + b"b" * most, b"a: b\r\n" * (most // 6)):
+            async with Call(made.port) as one:
+                one._writer.write(whole + trailer)
+                await until(lambda: not made.clients, "it is cut")
+        assert len(worker.asked) == 1
+
+
+async def test_many_offers_to_upgrade_in_one_read() -> None:
+    one_offer = b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    async with gateway(up=False) as made, Call(made.port) as one:
+        one._writer.write(one_offer * 1500 + b"GET /health HTTP/1.0\r\n\r\n")
+        await one.whole()
+        assert one.seen.count(b"HTTP/1.1 200 OK") == 1501
+
+
+async def test_what_a_worker_says_behind_its_answer_is_nobodys() -> None:
+    forged = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nforged"
+
+    async def talkative(asked: Asked, out: Out) -> None:
+        more = forged if len(worker.asked) == 1 else forged[:5]
+        await out.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nmine" + more)
+
+    async with Mock(talkative) as worker, gateway(worker, retries=0) as made:
+        for _ in range(4):
+            reply = await call(made.port, chat())
+            assert (reply.status, reply.body) == (200, b"mine")
+
+
+async def test_a_check_that_is_answered_without_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "MAX_FETCHED_BYTES", 10_000)
+    async with Mock(card={"x": "y" * 20_000}) as worker, gateway(worker, up=False) as made:
+        known = made.fleet.workers[worker.url]
+        await until(lambda: "10000 bytes" in known.why, "it is down")
+        worker.card = {}
+        await until(lambda: known.up, "and up again")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+async def test_a_name_that_is_none_is_one_that_cannot_be_reached(host: str) -> None:
+    spec = WorkerSpec(url=f"http://{host}:9", models=("m",))
+    async with gateway(registry=StaticRegistry([spec]), up=False) as made:
+        worker = made.fleet.workers[spec.url]
+        await until(lambda: worker.why.startswith("no connection"), "it was checked")
+        worker.up = True  # somebody thinks so
+        assert (await call(made.port, chat())).status == 502
+
+
+async def test_a_conversation_goes_on_with_a_model_of_its_worker() -> None:
+    """And what else a body names is not kept among the decisions, however long it is."""
+    async with Mock() as worker, gateway(worker) as made:
+        previous = homes.response_id(homes.tag_of(worker.url))
+        body = {"model": "n" * 100_000, "input": "hi", "previous_response_id": previous}
+        reply = await call(made.port, body, "/v1/responses")
+        assert (reply.status, reply.json()["error"]["code"]) == (404, "model_not_found")
+        assert not worker.asked
+        assert (await get(made.port, "/gateway/decisions", HERE)).json()["decisions"] == []
+        body["model"] = "m"
+        assert (await call(made.port, body, "/v1/responses")).status == 200
+
+
+async def test_who_is_behind_stays_behind_with_the_next_request() -> None:
+    """A client that sends requests in a row and reads nothing of their answers."""
+
+    async def answer(asked: Asked, out: Out) -> None:
+        await out.json({"choices": [], "text": "x" * 900_000})
+
+    raw = json.dumps(chat()).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    async with Mock(answer) as worker, gateway(worker) as made:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(sock, ("127.0.0.1", made.port))
+            await loop.sock_sendall(sock, (head % len(raw) + raw) * 16)
+            await until(lambda: any(one._slow for one in made.exchanges), "a worker has to wait")
+            assert len(worker.asked) < 16
+
+
+async def test_more_workers_than_processes_can_count_together(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    Board.create(path, 2)
+    shared = Board(path, 2, 0)
+    for i in range(board.MAX_WORKERS):
+        shared.enter(i + 1)
+    async with Mock(answer_well) as worker, gateway(worker, board=shared) as made:
+        assert (await call(made.port, chat())).status == 200
+        made.fleet.apply(())
+        assert not made.fleet.workers
+    shared.close()
