@@ -72,6 +72,18 @@ def pairwise() -> list[Case]:
     return chosen
 
 
+def few() -> list[Case]:
+    """The first cases of `pairwise` in which every value of every axis occurs."""
+    wanted = {value for case in all_cases() for value in enumerate(case)}
+    chosen: list[Case] = []
+    for case in pairwise():
+        chosen.append(case)
+        wanted -= set(enumerate(case))
+        if not wanted:
+            break
+    return chosen
+
+
 def _pairs(case: Case) -> set[tuple[tuple[int, object], ...]]:
     return set(itertools.combinations(enumerate(case), 2))
 

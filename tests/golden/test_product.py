@@ -1,7 +1,8 @@
 """Greedy tokens equal transformers' whatever the schedule: chunks, cache, crowd, preemption, loop.
 
-The full product on tiny random models; on the default model pairwise in `make test`, all of it in
-`make golden`. float32, the only type in which this is promised.
+The full product on one tiny random model, pairwise on others; on the default model, as real lengths
+and vocabulary take seconds a case, only as many as show every value of every axis. `make golden`
+runs the full product on all. float32, the only type in which this is promised.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.golden.product import (
     Case,
     Make,
     all_cases,
+    few,
     on_device,
     on_processor,
     pairwise,
@@ -36,7 +38,7 @@ from tests.golden.product import (
 from tests.golden.reference import Greedy, agree, greedy, tiny_model
 
 TINY = ("llama-gqa", "llama-mha", "llama-mqa-tied", "qwen2")
-TINY_TOKENS, DEFAULT_TOKENS = 12, 24
+TINY_TOKENS, DEFAULT_TOKENS = 12, 16
 LENGTHS = (1, 5, 16, 17, 31, 32, 33, 48, 64, 70, 2, 15, 3, 40, 16, 8, 10, 22, 7, 32)
 TEXTS = (
     "The capital of France is",
@@ -64,20 +66,18 @@ CHATS = (
 )
 
 
-def on(cases: Sequence[Case], cuda: Sequence[Case] | None = None) -> list[Any]:
-    """(backend, case): `cases` on torch on the processor; `cuda`, or the same, elsewhere."""
-    loaded_anew = cases if cuda is None else cuda
-    by_backend = {"cpu": cases, "native": loaded_anew, "cuda": loaded_anew}
+def on(cases: Sequence[Case], backends: Sequence[str] = BACKENDS) -> list[Any]:
+    """(backend, case)"""
     return [
         pytest.param(backend, case, id=f"{backend}-{case}", marks=MARKS[backend])
-        for backend in BACKENDS
-        for case in by_backend[backend]
+        for backend in backends
+        for case in cases
     ]
 
 
-def rest() -> list[Case]:
-    """What `pairwise` leaves out."""
-    return [case for case in all_cases() if case not in pairwise()]
+def without(cases: Sequence[Case]) -> list[Case]:
+    """The others."""
+    return [case for case in all_cases() if case not in cases]
 
 
 class Golden:
@@ -116,13 +116,19 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Golden(reference, files, prompts, TINY_TOKENS)
 
 
-@pytest.mark.parametrize(("backend", "case"), on(all_cases(), pairwise()))
+@pytest.mark.parametrize(("backend", "case"), on(pairwise()))
 def test_tiny_models(tiny: Golden, backend: str, case: Case) -> None:
     tiny.check(backend, case, threads=1, alone=5)
 
 
+@pytest.mark.parametrize("tiny", TINY[:1], indirect=True, scope="module")
+@pytest.mark.parametrize(("backend", "case"), on(without(pairwise()), ["cpu"]))
+def test_a_tiny_model_under_every_schedule(tiny: Golden, backend: str, case: Case) -> None:
+    tiny.check(backend, case, threads=1, alone=5)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "case"), on([], rest()))
+@pytest.mark.parametrize(("backend", "case"), on(without(pairwise())))
 def test_tiny_models_full(tiny: Golden, backend: str, case: Case) -> None:
     tiny.check(backend, case, threads=1, alone=5)
 
@@ -138,21 +144,14 @@ def default(default_model: ModelFiles) -> Golden:
     return Golden(hf_model(default_model, torch.float32), default_model, prompts, DEFAULT_TOKENS)
 
 
-def few() -> list[Case]:
-    """For backends that load the default model anew in each case."""
-    return pairwise()[::4]
-
-
 @pytest.mark.model
-@pytest.mark.parametrize(("backend", "case"), on(pairwise(), few()))
+@pytest.mark.parametrize(("backend", "case"), on(few()))
 def test_default_model(default: Golden, backend: str, case: Case) -> None:
     default.check(backend, case, threads=torch.get_num_threads(), alone=4)
 
 
 @pytest.mark.model
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("backend", "case"), on(rest(), [case for case in all_cases() if case not in few()])
-)
+@pytest.mark.parametrize(("backend", "case"), on(without(few())))
 def test_default_model_full(default: Golden, backend: str, case: Case) -> None:
     default.check(backend, case, threads=torch.get_num_threads(), alone=6)
