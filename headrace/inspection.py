@@ -16,7 +16,7 @@ from headrace.models.sizes import (
     kv_sequence_bytes,
     parameters,
 )
-from headrace.models.spec import ModelSpec, read_spec
+from headrace.models.spec import read_spec
 from headrace.sources.files import ModelFiles
 from headrace.text.survey import Survey, survey
 from headrace.text.tokenizer import load_tokenizer
@@ -91,7 +91,7 @@ def inspect(files: ModelFiles, memory_bytes: int = 0, context: int = 0) -> Inspe
         fits=[_fit(kind, size, memory_bytes, groups, context) for kind, size in sizes.items()]
         if memory_bytes
         else [],
-        tokenizer=_survey(files, spec),
+        tokenizer=_survey(files),
     )
 
 
@@ -110,6 +110,6 @@ def stored_bytes(files: ModelFiles) -> int:
     return sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
 
 
-def _survey(files: ModelFiles, spec: ModelSpec) -> Survey | None:
+def _survey(files: ModelFiles) -> Survey | None:
     tokenizer = load_tokenizer(files, optional=True)
     return survey(tokenizer) if tokenizer.vocab_size else None

@@ -279,7 +279,7 @@ class Exchange:
         self._count_stream_error()
         self._drop_upstream()
         if self._may_retry(status):
-            self._retry("stream_error", count=False)
+            self._retry(count=False)
             return
         said = (
             {"type": "error", "error": error} if self._request.path.startswith(MESSAGES) else None
@@ -304,7 +304,7 @@ class Exchange:
             self._finish(self._status)
             self._client.finish()
         elif self._may_retry(self._status):
-            self._retry(str(self._status), count=False)
+            self._retry(count=False)
         else:
             self._settle(self._held)
             self._answer(self._status, self._headers, self._held)
@@ -352,7 +352,7 @@ class Exchange:
         self.worker.breaker.failed(time.monotonic())
         self._gateway.metrics.failures.add(self.worker.name, kind)
         if not self._begun and self._may_retry(502) and self._deaths < 2:
-            self._retry(kind, count=True)  # a request that kills workers gets no third one
+            self._retry(count=True)  # a request that kills workers gets no third one
             return
         kept = self._prompt.kept
         error = kept.away() if kept is not None and kind == "connect" else WorkerLost(reason)
@@ -372,7 +372,7 @@ class Exchange:
         alone = self._prompt.kept is not None  # no other worker has what is asked for
         return status in RETRIED and not (self._begun or alone) and len(self._tried) <= most
 
-    def _retry(self, kind: str, *, count: bool) -> None:
+    def _retry(self, *, count: bool) -> None:
         """Place it again, elsewhere. What the last worker said is told if there is nowhere."""
         status, headers, held = self._status, self._headers, self._held
         if self._placement is not None:

@@ -134,7 +134,6 @@ def _finish(
     tile_experts,
     order,
     tally,
-    EP: tl.constexpr,
     BM: tl.constexpr,
     BF: tl.constexpr,
     TALLY: tl.constexpr,
@@ -196,7 +195,7 @@ def dispatch_kernel(
         for first in range(0, items, BA):
             ids = tl.load(experts + first + a, mask=first + a < items, other=-1)
             placed = _place(expert, ids, first + a, first_tile * BM, placed, order)
-    _finish(expert, counts, first_tile, count, tiles, tile_experts, order, tally, EP, BM, BF, TALLY)
+    _finish(expert, counts, first_tile, count, tiles, tile_experts, order, tally, BM, BF, TALLY)
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -248,9 +247,7 @@ def place_kernel(
         ids = tl.load(experts + a, mask=a < items, other=-1)
         _place(expert, ids, a, first_tile * BM, before, order)
     if turn == 0:
-        _finish(
-            expert, totals, first_tile, count, tiles, tile_experts, order, tally, EP, BM, BF, TALLY
-        )
+        _finish(expert, totals, first_tile, count, tiles, tile_experts, order, tally, BM, BF, TALLY)
 
 
 def check_dispatch(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:

@@ -269,7 +269,8 @@ def _keep_typical(
         at.kept_mass, at.moments, at.spans, ROOM=room, maxnreg=64, **spread,
     )  # fmt: skip
     launch(centre_kernel, (draws,),
-        *inputs, at.moments, at.centres, at.pivots, at.bounds, num_warps=1, **common,
+        *inputs[1:], at.moments, at.centres, at.pivots, at.bounds,
+        CHUNKS=chunks, CHUNKS_PADDED=padded, num_warps=1, **apart,
     )  # fmt: skip
     known = (at.edges, at.counts, at.centres)
     for _ in range(2):

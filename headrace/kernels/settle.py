@@ -93,7 +93,6 @@ def settle_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def centre_kernel(
-    wide,
     table,
     edits,
     draw_rows,
@@ -102,7 +101,6 @@ def centre_kernel(
     centres,
     pivots,
     bounds,
-    VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
     PDL: tl.constexpr,

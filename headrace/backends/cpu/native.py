@@ -62,7 +62,6 @@ class Recorder:
 
     def __init__(
         self,
-        model: Outline,
         weights: Weights,
         memory: KvMemory,
         buffers: Buffers,
@@ -265,9 +264,7 @@ class NativeForward:
 
     def _record(self, tokens: int, rows: int) -> None:
         buffers = Buffers(self.pool, self._model, tokens, rows)
-        recorder = Recorder(
-            self._model, self._weights, self.memory, buffers, self._turns, exact=self._exact
-        )
+        recorder = Recorder(self._weights, self.memory, buffers, self._turns, exact=self._exact)
         self._model.logits(self._model.forward(recorder), recorder)
         self._buffers, self._recorder = buffers, recorder
         self._columns = np.zeros((5, max(tokens, rows)), np.int32)
@@ -278,13 +275,7 @@ class NativeForward:
 
     def _record_whole(self) -> Whole:
         recorder = Recorder(
-            self._model,
-            self._weights,
-            self.memory,
-            self._buffers,
-            self._turns,
-            exact=self._exact,
-            whole=True,
+            self._weights, self.memory, self._buffers, self._turns, exact=self._exact, whole=True
         )
         hidden = self._model.forward(recorder)
         body = len(recorder.ops)
