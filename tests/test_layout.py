@@ -187,6 +187,13 @@ def test_the_measure_of_javascript_finds_functions() -> None:
     assert len(JS_FUNCTION.findall(text)) >= text.count("\nexport function ") > 20
 
 
+def test_the_design_names_every_part_once() -> None:
+    layout = (ROOT / "docs" / "design.md").read_text().split("```")[1]
+    named = re.findall(r"^  (\w+)(?:\.py|/) |\b(\w+)\.py[,:] ", layout, re.MULTILINE)
+    for part in sorted({part_of(path) for path in files()} - {"__init__"}):
+        assert sum(part in names for names in named) == 1, part
+
+
 def test_every_stage_is_claimed() -> None:
     assert [stage.number for stage in STAGES] == list(range(1, 12))
     for stage in STAGES:

@@ -1,9 +1,17 @@
 """Which configuration streams a matrix fastest on a card: data that a script measured.
 
-`tuned/<card>.json` is written by `scripts/tune_kernels` on that card. An entry holds for one layer
-(qkv, out, gate_up, down, head), N and K of its weight, and a bucket of tokens (see `product`);
-a null configuration says that the library's matrix product and kernels of their own were faster.
-`scripts/tune_step` adds what a whole step chose, the attention of its tokens too.
+`tuned/<card>.json` is written by `scripts/tune_kernels` on that card:
+
+    card, date, versions, dtype    what was measured, when, with which torch and triton
+    entries    products: kind of layer (qkv, out, gate_up, down, head), n and k of its weight
+               [n, k], bucket of tokens (`product.BUCKETS`), config (the fields of
+               `product.Config`; null: the library's product and kernels of their own were faster)
+    decode     attention of single tokens: heads, kv_heads, head_dim, bucket, splits of a sequence,
+               config (the fields of `attention_configs.DecodeConfig`)
+    step       for people alone: milliseconds of steps ("tokens x context") of a model of so many
+               layers: with the library, with what was chosen before and after
+
+The last two, and the entries that a whole step chose, are `scripts/tune_step`'s.
 """
 
 from __future__ import annotations
