@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"errors", "messages", "config"},
     "native": {"errors", "sources"},
     "grammar": BASE | {"children", "draws"},
-    "models": BASE | {"sources", "quant"},
+    "models": BASE | {"extras", "sources", "quant"},
     "backends": BASE | {"kernels", "native", "models", "sampling"},
     "sampling": BASE,
     "runner": BASE

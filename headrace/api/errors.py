@@ -96,12 +96,20 @@ def as_ours(error: Exception) -> HeadraceError:
     if isinstance(error, HeadraceError):
         return error
     if isinstance(error, HTTPException):  # the router's own
-        if error.status_code == 404:
-            return NotFound("there is no such route", code="route_not_found")
         if error.status_code == 405:
             return WrongMethod("this route does not take this HTTP method")
         return InvalidRequest(str(error.detail))
     return HeadraceError("internal error; the server's log has the details")
+
+
+def _no_route(request: Request) -> NotFound:
+    """Names the route that a client with a wrong base URL meant, if there is one."""
+    path = request.url.path
+    known = {str(getattr(route, "path", "")) for route in request.app.routes}
+    meant = {"/v1" + path, path.removeprefix("/v1")} & known
+    if meant:
+        return NotFound(f"there is no such route: is {min(meant)} meant?", code="route_not_found")
+    return NotFound("there is no such route; /openapi.json lists them", code="route_not_found")
 
 
 async def handle(request: Request, error: Exception) -> Response:
@@ -109,6 +117,8 @@ async def handle(request: Request, error: Exception) -> Response:
     ours = as_ours(error)
     if ours.status >= 500 and ours is not error:
         log.error("unexpected error in %s", request.url.path, exc_info=error)
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        ours = _no_route(request)
     response = response_of(ours, request.scope)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})  # a 405 names the methods in `allow`

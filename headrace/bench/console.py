@@ -10,6 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from headrace.backends.cpu.device import cores
+from headrace.bench.figure import check_installed
 from headrace.bench.html import page
 from headrace.bench.job import Progress
 from headrace.bench.load import Target, first_model, run_loop
@@ -88,7 +89,10 @@ class Screen:
 
 
 def run(asked: Run) -> list[Level]:
-    """Measure, print, write. Raises EngineError when the server answers nothing."""
+    """Measure, print, write. Raises EngineError when the server answers nothing,
+    ConfigError when the plot cannot be drawn."""
+    if asked.plot:
+        check_installed()
     console = Console(width=None if Console().is_terminal else 200)
     report = run_loop(_measured(asked, console))
     console.print(table(report.levels))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,22 @@ _LOOK = {
 }
 
 
+def check_installed() -> None:
+    """Raises ConfigError where matplotlib is missing: for who will draw after long work."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"plots need matplotlib: {install('plot')}", param="plot")
+
+
 @contextmanager
 def drawn(stem: Path, width: float, height: float) -> Iterator[Any]:
     """An empty figure of so many inches, to be filled; written to `stem`.svg and `stem`.png.
 
     Raises ConfigError when matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"plots need matplotlib: {install('plot')}") from None
+    check_installed()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(_LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.patch.set_alpha(0)

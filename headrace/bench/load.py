@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -100,8 +101,14 @@ async def first_model(target: Target) -> str:
             client_session(target) as session,
             session.get(target.url + "/v1/models", headers=target.headers()) as response,
         ):
-            names = [str(model["id"]) for model in (await response.json())["data"]]
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+            body = await response.read()
+            if response.status != 200:
+                said = f"HTTP {response.status}{reason(body)}"
+                raise EngineError(f"{target.url}/v1/models: {said}")
+            names = [str(model["id"]) for model in json.loads(body)["data"]]
+    except (KeyError, TypeError, ValueError):
+        raise EngineError(f"{target.url}/v1/models is no list of models") from None
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise EngineError(f"{target.url}/v1/models: {error or type(error).__name__}") from None
     if not names:
         raise EngineError(f"{target.url} serves no model")

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from headrace.backends.choose import resolve_backend
+from headrace.bench.figure import check_installed
 from headrace.bench.lengths import FORMS
 from headrace.bench.techniques import Load, Row, arguments, rows_of
 from headrace.bench.workload import Workload
@@ -60,8 +61,8 @@ def command(
     **load: Any,
 ) -> None:
     """Serve the same requests again and again, each time with one more technique switched on."""
-    if plot and not out:
-        raise ConfigError("--plot needs --out, beside which it writes", param="plot")
+    if plot:
+        _check_plot(out)
     try:
         from headrace.bench import ablate
         from headrace.bench.report import conditions
@@ -106,6 +107,12 @@ def command(
     if plot:
         ablate.plot(found, out.with_suffix(""))
     console.print(f"written: {out}")
+
+
+def _check_plot(out: Path | None) -> None:
+    if not out:
+        raise ConfigError("--plot needs --out, beside which it writes", param="plot")
+    check_installed()
 
 
 def _versions() -> dict[str, str]:

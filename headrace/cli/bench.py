@@ -236,6 +236,11 @@ def workload_of(asked: dict[str, Any]) -> Workload:
     )
 
 
+def base_of(url: str) -> str:
+    """The server's address as the load generator takes it: OpenAI's clients want /v1 behind it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 @click.group("bench", invoke_without_command=True)
 @_options
 @click.pass_context
@@ -263,7 +268,7 @@ def command(context: click.Context, /, **asked: Any) -> None:
     try:
         found = run(
             Run(
-                url=asked["url"].rstrip("/"),
+                url=base_of(asked["url"]),
                 model=asked["model"],
                 api_key=asked["api_key"],
                 timeout_s=asked["timeout"],

@@ -213,4 +213,5 @@ def _tell(gateway: str, api_key: str, body: dict[str, Any]) -> int:
     except urllib.error.HTTPError as error:
         raise click.ClickException(f"{gateway}: {error.read().decode()}") from None
     except OSError as error:
-        raise click.ClickException(f"{gateway}: {error}") from None
+        why = getattr(error, "reason", error)
+        raise click.ClickException(f"no gateway answers at {gateway} (--gateway): {why}") from None

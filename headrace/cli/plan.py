@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.accelerators import ACCELERATORS, Accelerator, processor
-from headrace.cli.bench import Numbers
+from headrace.cli.bench import Numbers, base_of
 from headrace.config import parse_bytes
 from headrace.errors import ConfigError
 from headrace.extras import install
@@ -118,7 +118,7 @@ def _beside(planner: Planner, url: str, asked: dict[str, Any]) -> tuple[str, lis
         from headrace.bench.load import Target, first_model, run_loop
     except ImportError:
         raise ConfigError(f"--url needs aiohttp: {install('bench')}") from None
-    target = Target(url=url, model="", api_key=asked["api_key"])
+    target = Target(url=base_of(url), model="", api_key=asked["api_key"])
     target = msgspec.structs.replace(target, model=run_loop(first_model(target)))
     loads = asked["measure_batch"], asked["measure_prompt"], asked["measure_output"]
     found = []

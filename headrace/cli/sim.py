@@ -13,6 +13,7 @@ from headrace.gateway.policy import POLICIES
 from headrace.gateway.view import Knobs
 from headrace.sim.device import DEVICES, read_device
 from headrace.sim.generate import GENERATORS, generate
+from headrace.sim.plot import check_plot
 from headrace.sim.plot import plot as draw
 from headrace.sim.router import IN_ORDER
 from headrace.sim.run import Fleet
@@ -90,6 +91,8 @@ def command(
     """Run a workload through the gateway's policies over modelled workers. No GPU, no network."""
     if plot and not out:
         raise ConfigError("--plot needs --out, beside which it writes", param="plot")
+    if plot:
+        check_plot(set(policy))
     if kv_blocks and pressure:
         raise ConfigError("--kv-blocks and --pressure both set the cache", param="pressure")
     asked = _workload(trace, workload, requests, seed)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 
 from headrace.errors import ModelError
+from headrace.extras import install
 from headrace.models.slots import Derived, Slot
 from headrace.sources.labels import CLASSIFIER
 
@@ -146,7 +147,7 @@ def family_of(architecture: str) -> Family:
         return _FOREIGN
     if family is None:
         known = ", ".join(sorted(_FAMILIES))
-        more = "" if _installed() else "; others need the package transformers"
+        more = "" if _installed() else f"; others need transformers: {install('transformers')}"
         raise ModelError(f"architecture {architecture!r} is not supported; known: {known}{more}")
     return family
 

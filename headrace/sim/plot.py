@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from headrace.bench.figure import COLOURS, drawn
+from headrace.bench.figure import COLOURS, check_installed, drawn
 from headrace.errors import ConfigError
 from headrace.sim.sweep import Point
+
+
+def check_plot(policies: Collection[str]) -> None:
+    """Raises ConfigError when these cannot be drawn: for who will draw after long work."""
+    check_installed()
+    if len(policies) > len(COLOURS):
+        raise ConfigError(
+            f"a plot shows at most {len(COLOURS)} policies, and here are {len(policies)}",
+            param="plot",
+        )
 
 
 def plot(points: Sequence[Point], stem: Path, *, title: str) -> None:
@@ -16,8 +26,7 @@ def plot(points: Sequence[Point], stem: Path, *, title: str) -> None:
     """
     policies = list(dict.fromkeys(point.outcome.policy for point in points))
     pressures = list(dict.fromkeys(point.pressure for point in points))
-    if len(policies) > len(COLOURS):
-        raise ConfigError(f"a plot shows at most {len(COLOURS)} policies", param="plot")
+    check_plot(policies)
     with drawn(stem, 4 * len(pressures) + 1, 4) as figure:
         axes = figure.subplots(1, len(pressures), squeeze=False, sharey=True)[0]
         for axis, pressure in zip(axes, pressures, strict=True):

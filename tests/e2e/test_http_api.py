@@ -260,6 +260,10 @@ def test_models_version_and_ids(server: Server) -> None:
     assert [card["id"] for card in models["data"]] == ["fake"]
     assert server.get("/v1/models/fake") == (200, models["data"][0])
     assert server.get("/v1/models/other/name")[0] == 404
+    for path, meant in (("/models", "/v1/models"), ("/v1/metrics", "/metrics"), ("/x", "/openapi")):
+        status, lost = server.get(path)
+        assert (status, lost["error"]["code"]) == (404, "route_not_found")
+        assert meant in lost["error"]["message"]
     assert "version" in server.get("/version")[1]
     sent = {"x-request-id": "abc-123"}
     assert server.request("GET", "/health", headers=sent)[1]["x-request-id"] == "abc-123"

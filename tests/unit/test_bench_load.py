@@ -24,7 +24,7 @@ from headrace.bench.sse import EventReader
 from headrace.bench.stats import FORMULAS, Level, Record, Shape
 from headrace.bench.workers import run_workers
 from headrace.bench.workload import Workload
-from headrace.cli.bench import command
+from headrace.cli.bench import base_of, command
 from headrace.errors import ConfigError, EngineError
 from tests.unit.scripted_server import (
     DONE,
@@ -149,6 +149,29 @@ async def test_no_server_at_all() -> None:
         await first_model(target)
     (found,) = await measure(target, Workload(requests=2), [1], warmup=0)
     assert sum(found.errors.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (whole("401 Unauthorized", {"error": {"message": "send a key"}}), "HTTP 401 send a key"),
+        (whole("404 Not Found", {}), "HTTP 404"),
+        (whole("200 OK", {"object": "page"}), "no list of models"),
+        (whole("200 OK", {"data": []}), "serves no model"),
+    ],
+)
+async def test_a_server_that_names_no_model_is_told_with_its_words(
+    answer: bytes, said: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineError, match=said):
+            await first_model(Target(url=f"http://127.0.0.1:{port}", model=""))
 
 
 async def test_not_streamed() -> None:
@@ -443,3 +466,8 @@ def test_compare_refuses_what_is_no_report(tmp_path: Any) -> None:
         file.write_text(text)
         result = CliRunner().invoke(command, ["compare", str(file), str(file)])
         assert isinstance(result.exception, ConfigError)
+
+
+def test_the_address_that_other_clients_want_will_do() -> None:
+    for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
+        assert base_of(url) == "http://a:1"

@@ -252,6 +252,7 @@ def test_command(tmp_path: Path) -> None:
         ("--policy best", "is none of"),
         ("--load 0", "numbers above 0"),
         ("--plot", "--plot needs --out"),
+        ("--policy all --plot --out none.json", "at most 7 policies, and here are 10"),
         ("--kv-blocks 5 --pressure 1", "both set the cache"),
         ("--trace /nowhere.jsonl", "No such file"),
         ("--device nothing", "nothing: "),
