@@ -9,7 +9,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -82,9 +83,10 @@ def workers(
     config_file: Path | None,
     name: str,
     shares: Shares,
+    ports: Sequence[int],
     folder: Path,
 ) -> tuple[WorkerSpec, ...]:
-    """A worker a share, each a `headrace serve` on a free port of this machine's loopback.
+    """A worker a share, each a `headrace serve` on one of the ports of this machine's loopback.
 
     flags: the settings that the user gave as flags, as values. name: of the model in requests.
     folder: of this user alone. Nobody but the gateway knows the replicas' key.
@@ -95,7 +97,7 @@ def workers(
     passed = [text for name, value in flags.items() for text in _argument(name, value)]
     config = ["--config", str(config_file)] if config_file else []
     specs = []
-    for i, port in enumerate(_free_ports(count)):
+    for i, port in enumerate(ports):
         more = ["--host", "127.0.0.1", "--port", str(port)]
         if shares.kv_memory:
             more += ["--kv-memory", shares.kv_memory]
@@ -175,13 +177,21 @@ def _argument(name: str, value: object) -> list[str]:
     return [flag_of(name), str(value)]
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in socks]
-    for sock in socks:
-        sock.close()
-    return ports
+@contextmanager
+def free_ports(count: int) -> Iterator[list[int]]:
+    """Ports of this machine's loopback that nobody listens on. Where the system can, they are kept
+    from others while inside: a replica may listen, and again after its end, but none of them is
+    given away to a connection that somebody opens meanwhile.
+    """
+    with ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", 0))
+        ports = [sock.getsockname()[1] for sock in socks]
+        if sys.platform != "linux":  # elsewhere nobody could listen beside them
+            stack.close()
+        yield ports
 
 
 class Replicas:

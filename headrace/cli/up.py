@@ -35,7 +35,7 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     from headrace.gateway.settings import FleetFile, merge, read_fleet
     from headrace.gateway.tenants import Doorkeeper, KeySpec
     from headrace.launch import find_model
-    from headrace.replicas import Replicas, Shares, workers
+    from headrace.replicas import Replicas, Shares, free_ports, workers
     from headrace.runtime_folder import runtime_folder
 
     file = read_fleet(fleet_file) if fleet_file else FleetFile()
@@ -53,8 +53,8 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     if gateway.processes > 1:
         raise ConfigError("replicas are started by one process alone", param="processes")
     flags = {key: getattr(settings, key) for key in sources if sources[key].kind == "flag"}
-    with runtime_folder("up-") as folder:
-        specs = workers(settings, flags, config_file, model.name, shares, folder)
+    with runtime_folder("up-") as folder, free_ports(replicas) as ports:
+        specs = workers(settings, flags, config_file, model.name, shares, ports, folder)
         registry = Replicas(specs, _say)
         run(gateway, registry, doorkeeper, registry.watch)
     if registry.failed:

@@ -18,7 +18,14 @@ from headrace.gateway.app import Gateway
 from headrace.gateway.registry import StaticRegistry
 from headrace.gateway.settings import WorkerSpec, read_fleet
 from headrace.gateway.starts import Started, StartSpec
-from headrace.replicas import Replicas, Shares, event_endpoints, visible_gpus, workers
+from headrace.replicas import (
+    Replicas,
+    Shares,
+    event_endpoints,
+    free_ports,
+    visible_gpus,
+    workers,
+)
 from tests.unit.gateway_rig import call, chat, gateway, get, until
 
 SERVER = """
@@ -202,7 +209,7 @@ def test_replicas_get_the_flags_of_serve(tmp_path: Path) -> None:
     settings = Settings(model="m.gguf", usage_log="/x/usage.jsonl", backend="fake")
     flags = {"model": "m.gguf", "port": 80, "ui": False, "cors_origin": ("a", "b"), "seed": 7}
     shares = Shares(settings, "fake", 2)
-    one, two = workers(settings, flags, Path("c.toml"), "m", shares, tmp_path)
+    one, two = workers(settings, flags, Path("c.toml"), "m", shares, (8001, 8002), tmp_path)
     assert one.start is not None
     command = list(one.start.command)
     at = command.index("serve")
@@ -215,6 +222,19 @@ def test_replicas_get_the_flags_of_serve(tmp_path: Path) -> None:
     assert one.url != two.url
     assert one.api_key == two.api_key == one.start.env["HEADRACE_API_KEY"]
     assert one.api_key not in " ".join(command), "every user of the machine can read arguments"
+
+
+def test_ports_of_replicas_are_theirs_alone() -> None:
+    with free_ports(20) as ports:
+        assert len(set(ports)) == 20
+        for _ in range(2):  # a replica starts, and starts again
+            for port in ports:
+                with socket.create_server(("127.0.0.1", port)) as listens, socket.socket() as one:
+                    one.connect(listens.getsockname())
+                    listens.accept()[0].close()
+        if sys.platform == "linux":
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", ports[0]))
 
 
 def test_each_replica_has_its_own_place_for_events(tmp_path: Path) -> None:
@@ -255,13 +275,13 @@ def test_places_for_events_that_meet(tmp_path: Path, endpoint: str, replay: str,
         event_endpoints(settings, 2, tmp_path)
     shares = Shares(settings, "fake", 2)
     with pytest.raises(ConfigError, match=why):
-        workers(settings, {"kv_events_endpoint": endpoint}, None, "m", shares, tmp_path)
+        workers(settings, {"kv_events_endpoint": endpoint}, None, "m", shares, (1, 2), tmp_path)
 
 
 def test_the_flags_of_events_are_said_once(tmp_path: Path) -> None:
     settings = Settings(kv_events_endpoint="tcp://*:7000")
     flags = {"kv_events_endpoint": "tcp://*:7000"}
-    _, two = workers(settings, flags, None, "m", Shares(settings, "fake", 2), tmp_path)
+    _, two = workers(settings, flags, None, "m", Shares(settings, "fake", 2), (1, 2), tmp_path)
     assert two.start is not None
     command = list(two.start.command)
     assert command.count("--kv-events-endpoint") == 1
