@@ -32,11 +32,13 @@ def begin_kernel(
     embedding,
     learned,
     x,
+    kept,
     spare,
     scale,
     known,
     SCALED: tl.constexpr,
     LEARNED: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -55,6 +57,8 @@ def begin_kernel(
     tl.store(positions + token, tl.where(row == spare, 0, position + 1))
     tl.store(ids + token, -1)
     settled = tl.where(given < 0, drawn, given)
+    if KEPT:
+        tl.store(kept + token, settled)
     if tl.load(writes + token) != 0:
         block = tl.load(tables + row.to(tl.int64) * width + (position + 1) // BLOCK)
         tl.store(slots + block.to(tl.int64) * BLOCK + (position + 1) % BLOCK, settled)
@@ -84,6 +88,7 @@ def begin(
     *,
     scale: float = 1.0,
     learned: Tensor | None = None,
+    kept: Tensor | None = None,
     with_pdl: bool = False,
 ) -> None:
     """x[t] = scale * embedding[id of token t] + learned[its position]; positions[t] += 1;
@@ -98,7 +103,8 @@ def begin(
     slots[block, place] = the id, where the token's K and V are written to: later draws find the
     sequence there.
 
-    ids [T], last [rows], slots [blocks, block_size] int32; embedding [V, K]; x [T, K] is written.
+    ids [T], last [rows], slots [blocks, block_size] int32; embedding [V, K]; x [T, K] is written,
+    and so is kept [T] int32, the ids, where it is given.
     """
     tokens, k = x.shape
     check_output(x, (tokens, embedding.shape[1]))
@@ -108,13 +114,15 @@ def begin(
     if tokens == 0:
         return
     assert learned is None or learned.shape[1] == k, "learned is [P, K]"
+    assert kept is None or kept.shape == (tokens,), "kept has an entry a token"
     block = triton.next_power_of_2(k)
     launch(begin_kernel, (tokens,),
         ids, last, columns.rows, columns.positions, columns.writes,
         columns.tables, columns.tables.shape[1], slots, embedding,
-        embedding if learned is None else learned, x, columns.tables.shape[0] - 1,
+        embedding if learned is None else learned, x, ids if kept is None else kept,
+        columns.tables.shape[0] - 1,
         _rounded(scale, x.dtype), 0 if learned is None else learned.shape[0],
-        SCALED=scale != 1.0, LEARNED=learned is not None,
+        SCALED=scale != 1.0, LEARNED=learned is not None, KEPT=kept is not None,
         BLOCK=slots.shape[1], K=k, BK=block, num_warps=min(8, max(1, block // 512)),
         **pdl.options(with_pdl),
     )  # fmt: skip
@@ -130,11 +138,14 @@ def begin_reference(
     *,
     scale: float = 1.0,
     learned: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """The same with torch."""
     spare = columns.tables.shape[0] - 1
     rows = columns.rows.long()
     settled = ids.where(ids >= 0, last[rows]).long()
+    if kept is not None:
+        kept.copy_(settled)
     x.copy_(embedding[settled] * torch.tensor(scale, dtype=x.dtype, device=x.device))
     columns.positions.copy_((columns.positions + 1).where(rows != spare, 0))
     if learned is not None:

@@ -13,7 +13,9 @@ from headrace.kernels.launch import launch
 from headrace.kernels.shapes import cdiv, check_output, check_scale, power_of_two
 
 
-@triton.jit(do_not_specialize=["width", "eps", "clip"], do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(
+    do_not_specialize=["width", "eps", "v_eps", "clip"], do_not_specialize_on_alignment=COLUMNS
+)
 def rotary_write_kernel(
     qkv,
     scale,
@@ -31,11 +33,13 @@ def rotary_write_kernel(
     v,
     width,
     eps,
+    v_eps,
     clip,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     CLIPPED: tl.constexpr,
     NORMED: tl.constexpr,
+    V_NORMED: tl.constexpr,
     TURNED: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     OWN: tl.constexpr,
@@ -84,6 +88,11 @@ def rotary_write_kernel(
                 low = low * factor[:, None] * gain
             else:
                 high = high * factor[:, None] * gain
+    if V_NORMED:
+        squares = tl.sum(tl.where(mask, low * low + high * high, 0.0), axis=1)
+        factor = tl.where(head < HEADS + KV_HEADS, 1.0, tl.rsqrt(squares / D + v_eps))
+        low *= factor[:, None]
+        high *= factor[:, None]
     position = tl.load(positions + token)
     turned = mask & (head < HEADS + KV_HEADS)[:, None]  # values are not
     if TURNED:
@@ -150,6 +159,7 @@ def rotary_write(
     bias: Tensor | None = None,
     clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    v_eps: float = 0.0,
     turned: bool = True,
     by_token: bool = False,
     own: bool = True,
@@ -163,7 +173,7 @@ def rotary_write(
     Turned in float32, rounded once. Before that a row is multiplied by scale [T] float32 and gets
     bias [(heads + 2 kv_heads) d], where they are given; is held within -clip and clip, unless that
     is 0; then each head of q and of k goes through an RMSNorm: norms = (weight of q [d], of k [d],
-    eps).
+    eps). v_eps > 0: each head of v is divided by its root mean square, as by a norm without weight.
 
     turned: False = q and k are not. by_token: row t of cos and sin is token t's, whatever its
     position. own: False = there is q alone, qkv [T, heads d]; k and v stay as they are.
@@ -189,9 +199,10 @@ def rotary_write(
         qkv, qkv if scale is None else scale, qkv if bias is None else bias,
         q_gain, k_gain, columns.rows, columns.positions, columns.writes, columns.tables,
         cos, sin, q, k, v,
-        columns.tables.stride(0), eps, float(clip),
+        columns.tables.stride(0), eps, v_eps, float(clip),
         SCALED=scale is not None, BIASED=bias is not None, CLIPPED=clip > 0,
-        NORMED=norms is not None, TURNED=turned, BY_TOKEN=by_token, OWN=own,
+        NORMED=norms is not None, V_NORMED=v_eps > 0 and own,
+        TURNED=turned, BY_TOKEN=by_token, OWN=own,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,
         num_warps=4, **pdl.options(with_pdl),
     )  # fmt: skip
@@ -211,6 +222,7 @@ def rotary_write_reference(
     bias: Tensor | None = None,
     clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    v_eps: float = 0.0,
     turned: bool = True,
     by_token: bool = False,
     own: bool = True,
@@ -226,6 +238,8 @@ def rotary_write_reference(
         q_gain, k_gain, eps = norms
         gain = torch.cat((q_gain.expand(heads, -1), k_gain.expand(kv_heads, -1))).double()[:both]
         keyed = keyed * (keyed.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
+    if v_eps:
+        values = values * (values.square().mean(-1, keepdim=True) + v_eps).rsqrt()
     positions = columns.positions.long()
     if turned:
         at = torch.arange(tokens, device=qkv.device) if by_token else positions

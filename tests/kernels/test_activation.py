@@ -1,4 +1,4 @@
-"""Activations, with and without a gate, and soft caps against float64."""
+"""Activations, with and without a gate, sparse gates and soft caps against float64."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from headrace.kernels.gate_up import gate_up, gate_up_reference
 from headrace.kernels.linear import linear, linear_reference
 from headrace.kernels.product import Workspace
 from headrace.kernels.soft_cap import cap_rows, soft_cap_reference
+from headrace.kernels.sparse import sparse_gate, sparse_gate_reference
 from tests.kernels.conftest import CUDA, assert_close
 from tests.kernels.test_linear import SPLIT, draw, poisoned
 
@@ -89,3 +90,22 @@ def test_soft_cap(rows: int, n: int, dtype: torch.dtype, device: torch.device) -
     expected = soft_cap_reference(x, 7.5)
     assert cap_rows(x, 7.5, with_pdl=pdl.supported(device)) is x
     assert_close(x, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize(("tokens", "ffn"), [(3, 53), (1, 2050)])
+def test_sparse_gate(
+    tokens: int, ffn: int, scaled: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of a gate whose mean is far from 0, so that a bound without it shows."""
+    x = draw(tokens, 2 * ffn, dtype=dtype, device=device) + 1
+    scale = extras(("scale",), tokens, ffn, dtype, device)["scale"] if scaled else None
+    for deviations in (1.6449, -0.5):
+        out = poisoned(tokens, ffn, dtype=dtype, device=device)
+        with_pdl = pdl.supported(device)
+        sparse_gate(x, deviations, "gelu_tanh", scale=scale, out=out, with_pdl=with_pdl)
+        expected = sparse_gate_reference(x, deviations, "gelu_tanh", scale=scale)
+        assert_close(out, expected, dtype)
+        dropped = float((out == 0).float().mean())
+        assert dropped > 0.9 if deviations > 0 else dropped < 0.5

@@ -19,12 +19,14 @@ from headrace import kernels
 from headrace.kernels import launch as launching
 from tests.kernels import (
     test_activation,
+    test_altup,
     test_attention_decode,
     test_attention_prefill,
     test_dense_prefill,
     test_edited,
     test_elementwise,
     test_experts,
+    test_gather,
     test_latent,
     test_linear,
     test_logprobs,
@@ -43,6 +45,14 @@ CASES: dict[str, Case] = {
     "inverse_rms_kernel": lambda on: test_elementwise.test_inverse_rms(3, 53, DTYPE, on),
     "activation_kernel": lambda on: test_activation.test_gated(
         3, 53, "gelu_tanh", ("scale", "bias"), DTYPE, on
+    ),
+    "sparse_gate_kernel": lambda on: test_activation.test_sparse_gate(3, 53, True, DTYPE, on),
+    "gather_rows_kernel": lambda on: test_gather.test_gather(5, 53, DTYPE, on),
+    "predict_kernel": lambda on: test_altup.test_predict(3, DTYPE, on),
+    "streams_kernel": lambda on: test_altup.test_spread_and_gather(3, DTYPE, on),
+    "residual_kernel": lambda on: test_altup.test_residual(3, DTYPE, on),
+    "correct_kernel gate_inputs_kernel add_to_others_kernel": (
+        lambda on: test_altup.test_correct(3, True, DTYPE, on)
     ),
     "soft_cap_kernel": lambda on: test_activation.test_soft_cap(3, 53, DTYPE, on),
     "layer_norm_kernel": lambda on: test_elementwise.test_layer_norm(3, 53, True, DTYPE, on),

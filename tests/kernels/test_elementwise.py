@@ -140,13 +140,14 @@ def test_rotary_write(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "changes",
-    [{"turned": False, "clip": 0.7}, {"by_token": True}, {"own": False}],
-    ids=["clipped", "by-token", "q-alone"],
+    [{"turned": False, "clip": 0.7}, {"by_token": True}, {"own": False}, {"v_eps": 1e-6}],
+    ids=["clipped", "by-token", "q-alone", "v-normed"],
 )
 def test_other_rotary_writes(
     changes: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Without a turn; by rows of the step's tokens; of a layer that reads another's K and V."""
+    """Without a turn; by rows of the step's tokens; of a layer that reads another's K and V;
+    with v normed."""
     tokens, heads, kv_heads, d = 7, 3, 3, 12
     own = changes.get("own", True)
     width = (heads + 2 * kv_heads * own) * d
@@ -212,7 +213,7 @@ def test_begin_scales_and_adds_learned_positions(dtype: torch.dtype, device: tor
     columns.writes.zero_()
     columns.rows[2] = columns.tables.shape[0] - 1
     embedding, learned = (draw(n, 53, dtype=dtype, device=device) for n in (37, 5))
-    last = torch.zeros(7, dtype=torch.int32, device=device)
+    last, with_pdl = torch.arange(7, dtype=torch.int32, device=device), pdl.supported(device)
     slots = torch.zeros((19, 4), dtype=torch.int32, device=device)
     for more in ({"scale": 53**0.5}, {"learned": learned}, {"scale": 0.3, "learned": learned}):
         ids = torch.arange(6, dtype=torch.int32, device=device)
@@ -222,6 +223,9 @@ def test_begin_scales_and_adds_learned_positions(dtype: torch.dtype, device: tor
         )
         expected = x.clone()
         args: dict[str, Any] = dict(more)
-        begin_reference(ids.clone(), last, embedding, theirs, slots, expected, **args)
-        begin(ids, last, embedding, ours, slots, x, with_pdl=pdl.supported(device), **args)
+        kept, its_kept = ids - 1, ids - 1
+        begin_reference(ids - 3, last, embedding, theirs, slots, expected, kept=its_kept, **args)
+        ids -= 3  # some are the newest draws of their rows
+        begin(ids, last, embedding, ours, slots, x, kept=kept, with_pdl=with_pdl, **args)
         assert torch.equal(x, expected)
+        assert torch.equal(kept, its_kept)
