@@ -226,11 +226,13 @@ def _capacity(
 
 def measure_room(forward: Forward, card: Card) -> Room:
     """Device memory in use now, after the largest step ran, less the trial KV cache."""
-    free, total = torch.cuda.mem_get_info(card.index)
+    least, total = torch.cuda.mem_get_info(card.index)
+    torch.cuda.empty_cache()  # as a capture does: what a step left is none of a graph's
+    free, _ = torch.cuda.mem_get_info(card.index)
     forward.capture(1)
     after, _ = torch.cuda.mem_get_info(card.index)
     graphs = (free - after) * forward.graphs.planned
-    return Room(total=total, used=total - free - forward.store.size_bytes, graphs=graphs)
+    return Room(total=total, used=total - least - forward.store.size_bytes, graphs=graphs)
 
 
 def size_kv(settings: Settings, spec: ModelSpec, dtype: torch.dtype, room: Room) -> Resolved[int]:
