@@ -41,6 +41,7 @@ def features(spec: ModelSpec) -> list[str]:
         "output bias": spec.out_bias,
         "experts": any(layer.mlp == "experts" for layer in kinds),
         "MLP without a gate": not spec.gated,
+        "sparse activations": any(layer.sparsity for layer in kinds),
         f"MLP of {spec.act}": spec.act != "silu",
         "MLP bias": spec.mlp_bias,
         "layers of several widths": any(layer.ffn for layer in kinds),

@@ -1,8 +1,8 @@
 """Gemma 3n (text): several streams (AltUp), a learned residual (LAuReL), a vector of its own for
 each token and layer, K and V shared by the upper layers, sparse activations in the lower ones.
 
-The table of those vectors is most of the model and little of its arithmetic: it stays in the
-checkpoint's memory map, and a step gathers the rows of its tokens.
+The table of those vectors is most of the model and little of its arithmetic: it stays in slower
+memory, the checkpoint's map where that serves, and a step gathers the rows of its tokens.
 """
 
 from __future__ import annotations
@@ -53,24 +53,32 @@ def from_hf(config: hf.Config) -> ModelSpec:
     if text.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
     kinds = local_kinds(sliding, hf.windows(text, sliding, text["sliding_window"]), 1.0)
+    kinds = tuple(
+        msgspec.structs.replace(kind, ffn=width, sparsity=share)
+        for kind, width, share in zip(kinds, widths, _sparsity(text, layers), strict=True)
+    )
     more = {
         "norm": "rms_wide", "act": act, "post_norms": True, "qk_norm": True, "v_norm": True,
         "embed_scale": fields["hidden"] ** 0.5, "local_rope": local,
         "logit_softcap": float(text.get("final_logit_softcapping") or 0.0),
-        "kinds": _shared(kinds, sliding, int(text["num_kv_shared_layers"]), widths),
-        "altup": _altup(text, layers),
+        "kinds": _shared(kinds, sliding, int(text["num_kv_shared_layers"])),
+        "altup": _altup(text),
     }  # fmt: skip
     return ModelSpec(**fields | more)
 
 
-def _altup(text: dict[str, Any], layers: int) -> AltUp:
-    need = Need(text, "config.json")
+def _sparsity(text: dict[str, Any], layers: int) -> list[float]:
     sparsity = text.get("activation_sparsity_pattern")
     if sparsity is None:
         sparse = _SPARSE_LAYERS if layers > _SPARSE_LAYERS else 0
         sparsity = [_SPARSITY] * sparse + [0.0] * (layers - sparse)
     if isinstance(sparsity, int | float):
-        sparsity = [float(sparsity)] * layers
+        sparsity = [sparsity] * layers
+    return list(map(float, sparsity))
+
+
+def _altup(text: dict[str, Any]) -> AltUp:
+    need = Need(text, "config.json")
     return AltUp(
         streams=need.count("altup_num_inputs"),
         active=int(need.number("altup_active_idx")),
@@ -78,12 +86,11 @@ def _altup(text: dict[str, Any], layers: int) -> AltUp:
         laurel_rank=need.count("laurel_rank"),
         layer_width=need.count("hidden_size_per_layer_input"),
         layer_rows=need.count("vocab_size_per_layer_input"),
-        sparsity=tuple(map(float, sparsity)),
     )
 
 
 def _shared(
-    kinds: tuple[LayerSpec, ...], sliding: list[bool], shared: int, widths: list[int]
+    kinds: tuple[LayerSpec, ...], sliding: list[bool], shared: int
 ) -> tuple[LayerSpec, ...]:
     """The last `shared` layers read K and V of the last one before them of their kind."""
     first = len(kinds) - shared
@@ -93,7 +100,7 @@ def _shared(
         if i >= first and not owners:
             raise ModelError(f"layer {i} shares K and V, and no layer of its kind has any")
         kv_from = owners[-1] if i >= first else -1
-        found.append(msgspec.structs.replace(kind, kv_from=kv_from, ffn=widths[i]))
+        found.append(msgspec.structs.replace(kind, kv_from=kv_from))
     return tuple(found)
 
 

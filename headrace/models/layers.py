@@ -15,9 +15,9 @@ from headrace.models.positions import rotaries
 from headrace.models.spec import CLAMP, CLAMP_SLOPE, Act, ModelSpec
 
 
-def unset(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+def unset(*shape: int, dtype: torch.dtype, device: str | None = None) -> nn.Parameter:
     """Memory that the weight loader fills; untouched pages cost nothing until then."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
 class Linear(nn.Module):
@@ -35,8 +35,9 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """One row a token id (or a position), times `scale`, both rounded to `dtype`.
 
-    partial: ids past the last row take the first. The loader may leave such a table where it is,
-    in the type that it has there (`Slot.mapped`).
+    partial: ids past the last row take the first. Such a table is in the processor's memory,
+    wherever the model is; the loader may leave it in the checkpoint, in the type that it has there
+    (`Slot.mapped`).
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Embedding(nn.Module):
         partial: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = unset(rows, hidden, dtype=dtype)
+        self.weight = unset(rows, hidden, dtype=dtype, device="cpu" if partial else None)
         self.dtype, self.scale, self.partial = dtype, scale, partial
 
 

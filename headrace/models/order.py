@@ -3,7 +3,7 @@ but its tensors. `layers` has a decoder of torch's tensors, `outline` one withou
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any, Generic, TypeVar
 
 from headrace.models.rope import alibi_slopes
@@ -83,8 +83,12 @@ class DecoderOrder:
 
     def forward(self, ops: Any) -> Any:
         """One step -> [n, hidden] of the tokens that `Ops.narrow` leaves, before the last norm."""
+        return self.through(self.blocks, ops)
+
+    def through(self, blocks: Iterable[Any], ops: Any) -> Any:
+        """The same with those blocks in the place of all."""
         x = ops.embed(self.embed, self.positions)
-        *others, last = self.blocks
+        *others, last = blocks
         for block in others:
             x = block.forward(x, ops)
         return last.forward(x, ops, last=True)

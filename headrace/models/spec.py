@@ -71,6 +71,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 0.0  # of scores; 0 = head_dim ** -0.5
     ffn: int = 0  # inner width of the MLP; 0 = ModelSpec.ffn
     kv_from: int = -1  # the layer whose K and V are read; -1 = its own
+    sparsity: float = 0.0  # share of the MLP's gate that is dropped; 0 = all of it goes on
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +123,6 @@ class AltUp(msgspec.Struct, frozen=True, kw_only=True):
     laurel_rank: int
     layer_width: int  # of the vector that each token has for each layer
     layer_rows: int  # tokens that have such vectors; the others take those of token 0
-    sparsity: tuple[float, ...]  # of each layer's gate; 0 = all of it goes on
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,8 @@ def measure_cost(forward: Forward, max_tokens: int) -> StepCost:
         alone_s = max(floor_s, near_s - pair_s * size**2 / 2)
         size_s.append(max([alone_s, *size_s[-1:]]))  # noise never makes a larger step cheaper
     probe.close()
-    weights = sum(p.numel() * p.element_size() for p in forward.model.parameters())
+    parameters = forward.model.parameters()
+    weights = sum(p.numel() * p.element_size() for p in parameters if p.is_cuda)
     read_s = floor_s * forward.store.token_bytes / weights / _SHARE_OF_READ
     half = len(sizes) // 2
     token_s = (size_s[-1] - size_s[half]) / max(1, sizes[-1] - sizes[half])

@@ -308,10 +308,7 @@ class Forward:
                 step = self._step(like, min(size, self._sizes[like][-1]))
                 wanted = min(size, self._draws) if way == "eager" else 0
                 ops = self._ops(self._inputs[way], size, step, self._narrowed(way, size, wanted))
-                x = ops.embed(self.model.embed, self.model.positions)
-                for layer in kinds.values():
-                    x = self.model.blocks[layer](x, ops)
-                x = self.model.blocks[-1](x, ops, last=True)
+                x = self.model.through([self.model.blocks[i] for i in (*kinds.values(), -1)], ops)
                 self.model.logits(x[: self._draws], ops)
             columns = self._inputs["eager"].columns(2, self.state.tables)
             self._attention.compile(self.model, columns, self.store.k[0])

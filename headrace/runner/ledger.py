@@ -49,6 +49,13 @@ def weights_line(parameters: Iterable[torch.Tensor]) -> Line:
     return Line("weights", size_bytes, f"{count / 1e6:.1f} M parameters")
 
 
+def host_lines(parameters: Iterable[torch.Tensor]) -> list[Line]:
+    """A line of what a GPU's model leaves in the processor's memory, if it leaves anything."""
+    size_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    note = "of this machine's memory, page-locked: rows are read over the link"
+    return [Line("host rows", size_bytes, note)] if size_bytes else []
+
+
 def resolve_dtype(
     settings: Settings, stored: Collection[str], flags: frozenset[str]
 ) -> Resolved[str]:

@@ -48,7 +48,8 @@ def load_cuda(
     runner, blocks, length, lines = build_runner(
         settings, model, facts.wanted_model_len, card, report
     )
-    weights = ledger.weights_line(model.parameters())
+    weights = ledger.weights_line(p for p in model.parameters() if p.is_cuda)
+    lines += ledger.host_lines(p for p in model.parameters() if not p.is_cuda)
     size, layout = runner.capacity.block_size, whole(facts.spec)
     kv = ledger.kv_line(facts.spec, layout, facts.dtype.value, size, blocks)
     return runner, info_of(runner.capacity, facts, blocks, length, [weights, kv, *lines])

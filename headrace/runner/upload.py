@@ -27,14 +27,15 @@ def upload(
     threads: int,
     advance: Advance = lambda size_bytes: None,
 ) -> None:
-    """Fill `parameters`, all on one device, and wait until they are filled.
+    """Fill `parameters`, all on one device or in this machine's memory, and wait until they are
+    filled.
 
     `advance` is called from one thread at a time. Raises what the checkpoint raises.
     """
     targets = [piece.target(parameters) for piece in pieces]
-    device = targets[0].device
+    device = next((target.device for target in targets if target.is_cuda), None)
     stream = None
-    if device.type == "cuda":
+    if device is not None:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
     size_bytes = max(target.numel() * target.element_size() for target in targets)
@@ -97,7 +98,7 @@ class _Lane:
 
     def copy(self, rows: Tensor, target: Tensor) -> None:
         """`rows`, in the target's type, to `target`; returns before the device has them."""
-        if self._stream is None:
+        if self._stream is None or not target.is_cuda:
             target.copy_(rows)
             return
         self._turn ^= 1

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from headrace.backends.cpu.device import cores
+from headrace.backends.cuda.host_rows import page_locked
 from headrace.errors import ModelError
 from headrace.models.layers import Decoder
 from headrace.models.registry import module_of, slots_of
@@ -27,6 +28,7 @@ from headrace.runner.upload import upload
 _READERS = 8  # threads; more than one card's link can take from memory
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
+_DUMMY_ROWS = 4096  # drawn at once for what is in another memory
 
 PROCESSOR = torch.device("cpu")
 
@@ -42,6 +44,8 @@ def load_model(
     with torch.device(device):
         model = module_of(spec.architecture).build(spec, dtype)
     slots = slots_of(spec)
+    if device.type == "cuda":
+        _lock(model, slots)
     if checkpoint is None:
         fill_dummy(model, slots)
     else:
@@ -102,27 +106,32 @@ def check(spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, dtype: str
 
 def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> None:
     """Leave what may stay in the checkpoint there, and drop it from `by_name`: a view of the file,
-    whose pages the system reads as rows are used, and may forget."""
-    mapped = [name for name, slot in by_name.items() if slot.mapped]
-    if not mapped or not isinstance(checkpoint, SafetensorsFolder):
+    whose pages the system reads as rows are used, and may forget. A GPU reads no such pages."""
+    if model.embed.weight.is_cuda or not isinstance(checkpoint, SafetensorsFolder):
         return
-    for name in mapped:
-        owner, _, leaf = by_name[name].parameter.rpartition(".")
-        module = model.get_submodule(owner)
-        if module.get_parameter(leaf).device.type != "cpu":
-            continue
-        del by_name[name]
-        whole = checkpoint.mapped(name)
-        setattr(module, leaf, torch.nn.Parameter(whole, requires_grad=False))
+    for name in [name for name, slot in by_name.items() if slot.mapped]:
+        _put(model, by_name.pop(name), checkpoint.mapped(name))
+
+
+def _lock(model: Decoder, slots: list[Slot]) -> None:
+    """Memory that the GPU reads for what stays in the processor's. Raises ModelError."""
+    for slot in slots:
+        if slot.mapped:
+            _put(model, slot, page_locked(slot.shape, model.dtype))
+
+
+def _put(model: Decoder, slot: Slot, values: torch.Tensor) -> None:
+    owner, _, leaf = slot.parameter.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(values, requires_grad=False))
 
 
 def fill_dummy(model: Decoder, slots: list[Slot]) -> None:
-    """Random weights (normal, std 0.02; norms are 1), drawn where the parameters are.
+    """Random weights (normal, std 0.02; norms are 1), drawn where the embedding is.
 
     The same on every run on one kind of device.
     """
     parameters = dict(model.named_parameters())
-    device = parameters[slots[0].parameter].device
+    device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for slot in slots:
         if not slot.parameter:
@@ -130,5 +139,10 @@ def fill_dummy(model: Decoder, slots: list[Slot]) -> None:
         target = parameters[slot.parameter][slot.start : slot.start + slot.shape[0]]
         if slot.dummy == "ones":
             target.fill_(1.0)
-        else:
+        elif target.device == device:
             target.normal_(0.0, _DUMMY_STD, generator=generator)
+        else:
+            for first in range(0, target.shape[0], _DUMMY_ROWS):
+                rows = target[first : first + _DUMMY_ROWS]
+                drawn = torch.empty_like(rows, device=device)
+                rows.copy_(drawn.normal_(0.0, _DUMMY_STD, generator=generator))

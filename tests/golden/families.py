@@ -207,7 +207,14 @@ def save(name: str, folder: Path, **changes: Any) -> tuple[Any, ModelFiles]:
         if name_of.endswith("bias") and not tensor.any():  # of experts, and of the choice of them
             torch.nn.init.normal_(tensor.detach(), std=0.3)
     model.save_pretrained(folder)
+    if tiny.kind == "Gemma3nText":
+        model.model.embed_tokens_per_layer.register_forward_pre_hook(_known)
     return model, ModelFiles(name, "hf", folder)
+
+
+def _known(table: Any, args: tuple[torch.Tensor]) -> torch.Tensor:
+    """Ids that the table has no row for take the first, as in all but some of transformers 5."""
+    return args[0].where(args[0] < table.num_embeddings, 0)
 
 
 def lengths(tiny: Tiny) -> list[int]:

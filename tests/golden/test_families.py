@@ -59,9 +59,8 @@ NATIVE = (
     "glm4",
 )  # fmt: skip
 
-NOT_ON_CUDA = (  # refused by name at load: models without a file of ours, and Gemma 3n
-    "gemma3n", "gpt-neox", "olmo2", "stablelm", "starcoder2", "granite",
-)  # fmt: skip
+# Refused by name at load: models without a file of ours.
+NOT_ON_CUDA = ("gpt-neox", "olmo2", "stablelm", "starcoder2", "granite")
 
 
 @dataclass

@@ -31,6 +31,7 @@ NAMES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gpt2",
     "mpt",
 )
@@ -60,6 +61,12 @@ def changes_of(name: str) -> dict[str, Any]:
     if name == "gemma3":
         changes["num_hidden_layers"] = 2
         changes["layer_types"] = ["sliding_attention", "full_attention"]
+    if name == "gemma3n":  # two layers share the K and V of the two before
+        changes["num_hidden_layers"] = 4
+        changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
+        changes["intermediate_size"] = [24, 20, 24, 24]
+        changes["activation_sparsity_pattern"] = [0.8, 0.0, 0.0, 0.5]
+        changes["vocab_size_per_layer_input"] = 30
     kind = name.removeprefix("llama-")
     if kind in _KINDS:
         changes["rope_parameters"] = _KINDS[kind] | (
@@ -121,7 +128,7 @@ def run_steps(runner: Runner) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, files = save(name, tmp_path, **changes_of(name))
-    groups = 2 if name == "gemma3" else 1
+    groups = 2 if name in ("gemma3", "gemma3n") else 1
     ours, reference = interpreted(files), on_the_cpu(files, groups)
     assert len(reference.capacity.windows) == groups
     got, wanted = logits_of(ours, monkeypatch), logits_of(reference, monkeypatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.backends.cpu.attention import Pattern, StepAttention
+from headrace.models import altup
+from headrace.models.altup import AltUpBlock
 from headrace.models.latent import LatentAttention
 from headrace.models.layers import Attention, Embedding, GivenAttention, Linear, Mlp, Norm
 from headrace.models.positions import rotate
@@ -44,17 +46,16 @@ class TorchOps:
 
     def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """-> x [T, hidden]."""
-        ids = self._ids
-        if embedding.partial:
-            ids = ids.where(ids < embedding.weight.shape[0], 0)
-        x = F.embedding(ids, embedding.weight).to(embedding.dtype)
-        if embedding.scale != 1.0:
-            x = x * torch.tensor(embedding.scale, dtype=x.dtype)
+        x = _rows(embedding, self._ids)
         if positions is not None:
             # A step that ran past the last token of a sequence is dropped; it must only not fail.
             known = self._step.positions.clamp(max=positions.weight.shape[0] - 1)
             x = x + F.embedding(known, positions.weight)
         return x
+
+    def rows(self, table: Embedding) -> Tensor:
+        """-> [T, width]."""
+        return _rows(table, self._ids.where(self._ids < table.weight.shape[0], 0))
 
     def qkv(self, attention: Attention, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """-> q [T, heads, d]; k and v reach the cache with `attend`."""
@@ -154,9 +155,34 @@ class TorchOps:
         added: Tensor = mlp(norm(x), tally)
         return x + added
 
+    def spread(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+        """-> streams [T, S, hidden]."""
+        return altup.spread(weights, x)
+
+    def gather(self, weights: Sequence[Tensor], every: Tensor) -> Tensor:
+        """-> x [T, hidden]."""
+        return altup.gather(weights, every)
+
+    def predict(self, block: AltUpBlock, every: Tensor) -> tuple[Tensor, Tensor]:
+        """-> streams [T, S, hidden], the active one [T, hidden]."""
+        return block.predicted(every)
+
+    def residual(self, block: AltUpBlock, x: Tensor) -> Tensor:
+        """-> [T, hidden]."""
+        return block.residual(x)
+
+    def correct(self, block: AltUpBlock, every: Tensor, x: Tensor, inputs: Tensor) -> Tensor:
+        """-> streams [T, S, hidden]."""
+        return block.corrected(every, x, inputs)
+
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """-> logits [n, vocab] float32."""
         logits = F.linear(norm(x), weight)
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         return logits.float()
+
+
+def _rows(table: Embedding, ids: Tensor) -> Tensor:
+    x = F.embedding(ids, table.weight).to(table.dtype)
+    return x if table.scale == 1.0 else x * torch.tensor(table.scale, dtype=x.dtype)

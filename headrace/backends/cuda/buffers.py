@@ -34,6 +34,10 @@ class Buffers:
             return torch.zeros((count, width), dtype=dtype, device=device)
 
         self.x = rows(tokens, spec.hidden)
+        self.ids: torch.Tensor | None = None
+        if spec.altup is not None:  # ids of the step's tokens, and what each has for every layer
+            self.ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+            self.rows = rows(tokens, spec.layers * spec.altup.layer_width)
         self.normed = rows(tokens, spec.hidden)
         self.scale = torch.zeros(tokens, dtype=torch.float32, device=device)  # a norm's, a token
         self.qkv = rows(tokens, both)

@@ -10,7 +10,7 @@ of their own, and so is what else no product ends in.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.latent import LatentStep
 from headrace.backends.cuda.turns import Turns
+from headrace.kernels import altup, streams
 from headrace.kernels.activation import activation
 from headrace.kernels.begin import begin
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.gate_up import gate_up
+from headrace.kernels.gather import gather_rows
 from headrace.kernels.latent import LatentShape, latent_write
 from headrace.kernels.layer_norm import layer_norm
 from headrace.kernels.linear import linear
@@ -34,6 +36,8 @@ from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
 from headrace.kernels.soft_cap import cap_rows
+from headrace.kernels.sparse import sparse_gate
+from headrace.models.altup import AltUpBlock, SparseMlp
 from headrace.models.latent import LatentAttention
 from headrace.models.layers import (
     Attention,
@@ -55,6 +59,7 @@ COMPUTES = frozenset({
     "scaled scores", "soft-capped scores", "attention sinks", "ALiBi", "output bias",
     "MLP without a gate", "MLP of gelu", "MLP of gelu_tanh", "MLP of relu", "MLP of clamped",
     "MLP bias", "layers of several widths", "soft-capped logits", "experts", "latent attention",
+    "v norms", "AltUp", "sparse activations",
 })  # fmt: skip
 
 # kind, m tokens, N and K of a weight -> configuration of the kernel for few tokens; None: the
@@ -132,7 +137,7 @@ class CudaOps:
 
     def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
-        x = self._place.buffers.x[: self._tokens]
+        x, kept = self._place.buffers.x[: self._tokens], self._place.buffers.ids
         begin(
             self._ids,
             self._place.last,
@@ -142,21 +147,31 @@ class CudaOps:
             x,
             scale=embedding.scale,
             learned=None if positions is None else positions.weight,
+            kept=None if kept is None else kept[: self._tokens],
             with_pdl=self._place.pdl,
         )
         self._place.turns.begin(self._columns)
         return x
 
+    def rows(self, table: Embedding) -> Tensor:
+        """-> [T, width]."""
+        buffers, n = self._place.buffers, self._tokens
+        assert buffers.ids is not None, "made for a model with such a table"
+        out, with_pdl = buffers.rows[:n], self._place.pdl
+        return gather_rows(buffers.ids[:n], table.weight, table.scale, out=out, with_pdl=with_pdl)
+
     def qkv(self, attention: Attention, x: Tensor, norm: Norm, weights: Linear) -> Tensor:
         """-> q [T, heads, d]; k and v are in the cache."""
         place, n = self._place, self._tokens
-        k, v = place.store.k[attention.layer], place.store.v[attention.layer]
+        k, v = place.store.k[attention.reads], place.store.v[attention.reads]
         out, turn = place.buffers.q[:n], place.turns.of(attention.rope)
         norms = None
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q_norm, k_norm = attention.q_norm, attention.k_norm
+        if attention.q_norm is not None:
+            q_norm = attention.q_norm
+            k_norm = attention.k_norm or q_norm  # of no use to a layer without keys
             norms = q_norm.weight, k_norm.weight, q_norm.eps
-        plain = not (attention.clip or turn.by_token) and attention.rope != "none"
+        special = attention.clip or attention.v_eps or turn.by_token
+        plain = not special and attention.rope != "none"
         config = self._config("qkv", n, weights.weight)
         fits = norms is None or (config is not None and config.block_n == out.shape[2])
         if config is not None and fits and plain and attention.own:
@@ -189,6 +204,7 @@ class CudaOps:
             bias=bias,
             clip=attention.clip,
             norms=norms,
+            v_eps=attention.v_eps,
             turned=attention.rope != "none",
             by_token=turn.by_token,
             own=attention.own,
@@ -256,7 +272,9 @@ class CudaOps:
             return x, q
         self._tokens, self._attention = wanted.places.shape[0], wanted.attention
         self._rows = wanted.rows
-        chosen = self._place.buffers.chosen[: self._tokens]
+        chosen = x.new_empty(self._tokens, x.shape[1])
+        if x.shape[1] == self._place.buffers.chosen.shape[1]:
+            chosen = self._place.buffers.chosen[: self._tokens]
         chosen_q = self._place.buffers.chosen_q[: self._tokens]
         if self._tokens:
             torch.index_select(x, 0, wanted.places, out=chosen)
@@ -315,6 +333,11 @@ class CudaOps:
         buffers, n = self._place.buffers, self._tokens
         first = mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up
         config = self._config("gate_up", n, first.weight)
+        if config is not None and isinstance(mlp, SparseMlp):  # its bound is of a whole gate
+            y, gain = self._taken(x, norm)
+            both = _first_rows(buffers.gate_up, n, first.weight.shape[0])
+            linear(y, first.weight, norm=gain, out=both, **self._options(config))
+            return self._add("down", x, self._sparse(both, mlp, None), mlp.down, post)
         if config is not None:
             y, gain = self._taken(x, norm)
             inner = _first_rows(buffers.inner, n, mlp.down.weight.shape[1])
@@ -330,7 +353,7 @@ class CudaOps:
 
     def _add_mlp_rows(
         self, x: Tensor, norm: Norm, mlp: Mlp, first: Linear, post: Norm | None
-    ) -> None:
+    ) -> Tensor:
         """`add_mlp` for as many rows as the buffers hold, by the library's products."""
         rows, buffers, weight = x.shape[0], self._place.buffers, first.weight
         both = _first_rows(buffers.gate_up, rows, weight.shape[0])
@@ -338,6 +361,8 @@ class CudaOps:
         folded = isinstance(norm, RMSNorm) and norm.folded
         scale = self._scale(x, norm) if isinstance(norm, RMSNorm) and norm.folded else None
         torch.mm(x if folded else self._normed(x, norm), weight.t(), out=both)
+        if isinstance(mlp, SparseMlp):
+            return self._add("down", x, self._sparse(both, mlp, scale), mlp.down, post)
         activation(
             both,
             mlp.act,
@@ -347,7 +372,12 @@ class CudaOps:
             out=inner,
             with_pdl=self._place.pdl,
         )
-        self._add("down", x, inner, mlp.down, post)
+        return self._add("down", x, inner, mlp.down, post)
+
+    def _sparse(self, both: Tensor, mlp: SparseMlp, scale: Tensor | None) -> Tensor:
+        inner = _first_rows(self._place.buffers.inner, both.shape[0], mlp.down.weight.shape[1])
+        with_pdl = self._place.pdl
+        return sparse_gate(both, mlp.deviations, mlp.act, scale=scale, out=inner, with_pdl=with_pdl)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """No model that was not refused asks for it."""
@@ -376,6 +406,61 @@ class CudaOps:
                 with_pdl=place.pdl,
             )
         return x
+
+    def spread(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+        """-> streams [T, S, hidden]."""
+        others = x.new_empty(len(weights), *x.shape)
+        for weight, other in zip(weights, others, strict=True):
+            torch.mm(x, weight.t(), out=other)
+        return streams.spread(x, others, with_pdl=self._place.pdl)
+
+    def gather(self, weights: Sequence[Tensor], every: Tensor) -> Tensor:
+        """-> x [T, hidden], in the buffer of the residual stream, or of what is left of it."""
+        buffers, n, first = self._place.buffers, every.shape[0], every[:, 0]
+        out = (buffers.x if self._wanted is None else buffers.chosen)[:n]
+        others = first.new_empty(len(weights), *first.shape)
+        for i, weight in enumerate(weights):
+            torch.mm(every[:, i + 1], weight.t(), out=others[i])
+        return streams.gather(first, others, out=out, with_pdl=self._place.pdl)
+
+    def predict(self, block: AltUpBlock, every: Tensor) -> tuple[Tensor, Tensor]:
+        """-> streams [T, S, hidden], the active one [T, hidden]."""
+        norm, router = block.router_norm, block.router.weight
+        weights, active = block.predictions.weight, block.altup.active
+        gain, with_pdl = (norm.weight, norm.eps), self._place.pdl
+        return altup.predict(every, gain, router, weights, active, with_pdl=with_pdl)
+
+    def residual(self, block: AltUpBlock, x: Tensor) -> Tensor:
+        """-> [T, hidden]."""
+        normed, norm = self._normed(x, block.attn_norm), block.laurel_norm
+        low = self._product(self._product(normed, block.laurel_left), block.laurel_right)
+        gain, with_pdl = (norm.weight, norm.eps), self._place.pdl
+        return altup.residual(normed, low, gain, 0.5**0.5, with_pdl=with_pdl)
+
+    def correct(self, block: AltUpBlock, every: Tensor, x: Tensor, inputs: Tensor) -> Tensor:
+        """-> streams [T, S, hidden]."""
+        norm, last, with_pdl = block.router_norm, block.layer_norm, self._place.pdl
+        every, first = altup.correct(
+            every,
+            x,
+            (norm.weight, norm.eps),
+            block.router.weight,
+            block.corrections.weight,
+            block.scale if block.altup.scaled else None,
+            block.altup.active,
+            with_pdl=with_pdl,
+        )
+        gate = self._product(first, block.layer_gate)
+        altup.gate_inputs(gate, inputs, block.ffn.act, with_pdl=with_pdl)
+        own = self._product(gate, block.layer_out)
+        return altup.add_to_others(every, own, (last.weight, last.eps), with_pdl=with_pdl)
+
+    def _product(self, x: Tensor, weights: Linear) -> Tensor:
+        """x W^T, in memory of its own."""
+        config = self._config("out", x.shape[0], weights.weight)
+        if config is None:
+            return torch.mm(x, weights.weight.t())
+        return linear(x, weights.weight, **self._options(config))
 
     def head(self, x: Tensor, norm: Norm, weight: Tensor, softcap: float) -> Tensor:
         """x [n, hidden] -> logits [n, vocab], in the model's dtype."""
