@@ -184,7 +184,7 @@ def test_a_loaded_runner_says_what_it_is(tmp_path: Path) -> None:
     assert info.capacity.kv_blocks == [3]
     assert info.dtype == Resolved("float16", "asked for")
     assert [name for name, _ in phases][-1] == "measure the parts of a step"
-    assert len(phases) == 4
+    assert len(phases) == 5
     assert all(seconds >= 0 for _, seconds in phases)
     text = "\n".join(info.ledger)
     layer = 32 * 32 * 4 + 3 * 32 * 64 + 2 * 32
