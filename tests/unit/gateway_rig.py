@@ -253,6 +253,12 @@ async def gateway(
         sock.close()
 
 
+def data_of(body: bytes) -> list[Any]:
+    """The events' payloads."""
+    lines = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
 async def until(condition: Callable[[], bool], what: str) -> None:
     """Let the loop run until `condition()`."""
     async with asyncio.timeout(PATIENCE_S):

@@ -28,7 +28,7 @@ from tests.unit.gateway_rig import (
     until,
     usage_of,
 )
-from tests.unit.test_gateway_events import Place
+from tests.unit.kv_place import Place
 
 TEXT = "What is a headrace? " * 20
 

@@ -1,172 +1,26 @@
-"""What the gateway makes of workers' KV events: formats, faults of the line, and what it claims."""
+"""A worker's feed of KV events: faults of the line, and what is claimed of its cache."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
-import tempfile
-import tracemalloc
 from collections import deque
 from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
-import pytest
-import zmq
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.config import Settings
-from headrace.engine.kv_events import KVEventPublisher
-from headrace.gateway.beliefs import Expected
 from headrace.gateway.block_index import BLOCK_BYTES, BlockIndex
 from headrace.gateway.event_feed import AUDIT_S, GAP_S, REPLY_S, Feed
-from headrace.gateway.kv_wire import Cleared, NoBatch, Other, Removed, Stored, decode_batch
 from headrace.gateway.prefix_index import root_of, token_chain
-from headrace.gateway.subscriber import EventSource, Subscription
-from headrace.kv import events
-from headrace.kv.prefix import block_digest, root_digest
-from tests.unit.gateway_rig import until
+from tests.unit.kv_place import held
 
 SIZE, DEPTH = 2, 4
 PATHS = list(itertools.product((1, 2), repeat=DEPTH))  # of blocks [n, n]
 
 
-# vLLM's classes, old (arrays that begin with a tag) and new (maps with the tag under "type").
-class ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
-
-
-class MapBatch(msgspec.Struct, omit_defaults=True):
-    ts: float
-    events: list[Any]
-    data_parallel_rank: int | None = None
-
-
-class ArrayStored(msgspec.Struct, array_like=True, omit_defaults=True, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-
-
-class MapStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    something_new: int = 0
-
-
-class ArrayRemoved(msgspec.Struct, array_like=True, omit_defaults=True, tag="BlockRemoved"):
-    block_hashes: list[int | bytes]
-    medium: str | None = None
-
-
-class MapRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
-    block_hashes: list[int | bytes]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class ArrayCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
-class MapCleared(msgspec.Struct, tag="AllBlocksCleared"):
-    pass
-
-
-class Unheard(msgspec.Struct, tag="SomethingElse"):
-    x: int = 1
-
-
 encode = msgspec.msgpack.encode
-
-
-@pytest.mark.parametrize("batch", [ArrayBatch, MapBatch])
-@pytest.mark.parametrize("maps", [False, True])
-def test_all_four_encodings(batch: Any, maps: bool) -> None:
-    hashes: Any = [7, b"\xff\x00"]
-    tokens = [1, 2, 3, 4]
-    stored = (MapStored if maps else ArrayStored)(hashes, 5, tokens, 2, None, "GPU", None)
-    removed = (MapRemoved if maps else ArrayRemoved)([7], "GPU")
-    cleared = MapCleared() if maps else ArrayCleared()
-    made, events = decode_batch(encode(batch(1.5, [stored, Unheard(), removed, cleared], 0)))
-    assert made == 1.5
-    packed = b"".join(n.to_bytes(4, "little") for n in tokens)
-    assert events == [Stored(hashes, 5, packed, 2, "", "", []), Removed([7]), Cleared()]
-
-
-def stored(*fields: Any, **more: Any) -> Any:
-    one = {"lora_id": None, "medium": "GPU", "lora_name": None, **more}
-    return decode_batch(encode(MapBatch(1.0, [MapStored(*fields, **one)])))[1]
-
-
-def test_what_is_in_a_hash_beside_tokens() -> None:
-    """Adapter and salt choose the chain; anything else makes a block that no text meets."""
-    two = ([1, 2], None, [1, 2, 3, 4], 2)
-    keys = [["lora", "salt"], ["lora"]]
-    (one,) = stored(*two, lora_name="lora", extra_keys=keys)
-    assert (one.adapter, one.salt, one.extra) == ("lora", "salt", [])
-    (one,) = stored(*two, extra_keys=[["salt"], None])
-    assert (one.adapter, one.salt, one.extra) == ("", "salt", [])
-    (one,) = stored(*two, extra_keys=[None, ["picture"]])
-    assert (one.salt, one.extra) == ("", [[], ["picture"]])
-    (one,) = stored(*two, extra_keys=[["salt", ["variant", "long"]], None])
-    assert (one.salt, one.extra[0]) == ("", ["salt", ["variant", "long"]])
-    index = BlockIndex(2**20)
-    index.add_worker("w")
-    for event in stored(*two, extra_keys=[None, ["picture"]]):
-        assert index.store("w", event)
-    assert index.match(token_chain([1, 2, 3, 4], root_of(""), 2), ["w"]) == (1,)
-
-
-def test_events_that_nobody_can_place_are_passed_over() -> None:
-    two = ([1, 2], None, [1, 2, 3, 4], 2)
-    assert stored(*two, medium="CPU") == []
-    assert stored(*two, lora_id=3) == []
-    assert stored([1], None, [], 2) == []
-    assert stored([1], None, [1, 2, 3], 2) == []
-    assert stored(*two, kv_cache_spec_kind="mamba") == [Other("mamba")]
-    assert stored(*two, kv_cache_spec_kind="full_attention") != []
-    assert decode_batch(encode(MapBatch(1.0, [MapRemoved([1], "CPU")])))[1] == []
-
-
-@given(st.binary(max_size=60))
-def test_any_bytes_are_a_batch_or_none(data: bytes) -> None:
-    with contextlib.suppress(NoBatch):
-        decode_batch(data)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        5, {"ts": 1}, [1.0], [1.0, [5]], [1.0, [["BlockStored"]]], [1.0, [{"no": "type"}]],
-        [1.0, [["BlockRemoved", 5]]], [1.0, [["BlockRemoved", [None]]]],
-        [1.0, [["BlockStored", [1], None, [-1], 1]]], [1.0, [["BlockStored", [1], None, ["x"], 1]]],
-        [1.0, [["BlockStored", [1], 1.5, [1], 1]]], [1.0, [["BlockStored", [1], None, [2**40], 1]]],
-    ],
-)  # fmt: skip
-def test_what_is_no_batch(batch: Any) -> None:
-    with pytest.raises(NoBatch):
-        decode_batch(encode(batch))
-
-
-# ---------------------------------------------------------------- faults
 
 
 class Publisher:
@@ -376,11 +230,6 @@ def block(n: int, parent: int | None) -> list[Any]:
     return ["BlockStored", [n], parent, [n, n], 2, None, "GPU"]
 
 
-def held(index: BlockIndex, *ids: int) -> int:
-    chain = token_chain([i for i in ids for _ in range(2)], root_of(""), 2)
-    return index.match(chain, ["w"])[0]
-
-
 def test_from_the_first_batch_on_it_is_exact_without_questions() -> None:
     feed, index = fed((0, [block(1, None)]), (1, [block(2, 1)]))
     assert (feed.state, held(index, 1, 2, 3)) == ("exact", 2)
@@ -425,137 +274,6 @@ def test_the_index_is_bounded_and_full_is_degraded() -> None:
         feed.live(n, encode([float(n), [block(n + 1, n or None)], 0]), 0.0)
     assert (feed.state, index.blocks("w"), held(index, 1, 2, 3, 4)) == ("degraded", 3, 3)
     index.check()
-
-
-def test_memory_of_blocks_is_within_the_budget() -> None:
-    most = 1500
-    index = BlockIndex(most * BLOCK_BYTES)
-    for name in ("a", "b"):
-        index.add_worker(name)
-    tracemalloc.start()
-    try:
-        for i in range(3 * most):
-            tokens = b"".join((i * 16 + j).to_bytes(4, "little") for j in range(16))
-            one = Stored([2**63 + i], None, tokens, 16, "", "", [])
-            index.store("ab"[i % 2], one)
-        used = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert index.blocks("a") + index.blocks("b") == most
-    assert used <= index.used_bytes == most * BLOCK_BYTES
-
-
-def test_expected_blocks_are_forgotten_in_time() -> None:
-    expected = Expected()
-    expected.add_worker("w")
-    expected.expect("w", [1, 2], 5.0)
-    expected.expect("w", [2, 3], 7.0)
-    assert expected.match([1, 2, 3], ["w"]) == (3,)
-    expected.sweep(6.0)
-    assert expected.match([1, 2, 3], ["w"]) == (0,)
-    assert expected.match([2, 3], ["w"]) == (2,)
-    expected.sweep(7.0)
-    assert expected.match([2, 3], ["w"]) == (0,)
-    expected.expect("w", [9], 9.0)
-    expected.clear("w")
-    expected.remove_worker("w")
-    expected.sweep(10.0)
-
-
-# ---------------------------------------------------------------- real sockets
-
-
-class Place:
-    """Where a publisher of this process listens; `publisher()` starts one, again and again."""
-
-    def __init__(self, folder: str) -> None:
-        self.endpoint, self.replay_endpoint = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
-
-    def publisher(self, **more: Any) -> KVEventPublisher:
-        made = KVEventPublisher(
-            Settings(
-                kv_events_endpoint=self.endpoint,
-                kv_events_replay_endpoint=self.replay_endpoint,
-                **more,
-            ),
-            block_size=2,
-        )
-        made.start()
-        return made
-
-
-def tell(made: KVEventPublisher, *ids: int) -> None:
-    """A chain of blocks [n, n] is held."""
-    digests, at = [], root_digest("", "")
-    for n in ids:
-        at = block_digest(at, [n, n])
-        digests.append(at)
-    made.put([events.Stored(events.Scope(), None, digests, [n for n in ids for _ in range(2)])])
-
-
-async def tick(line: Subscription) -> None:
-    """As the gateway does: an answer that got lost with its connection is asked for again."""
-    while True:
-        await asyncio.sleep(0.05)
-        line.tick()
-
-
-@pytest.mark.parametrize("encoding", ["array", "map"])
-async def test_a_subscription_follows_a_publisher_through_its_restart(encoding: str) -> None:
-    """Late, live, restarted while nobody looked: exact each time, and nothing old is claimed."""
-    index = BlockIndex(2**20)
-    index.add_worker("w")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with tempfile.TemporaryDirectory(prefix="hr") as folder:
-        place = Place(folder)
-        made = place.publisher(kv_events_encoding=encoding, kv_events_buffer_steps=2)
-        for n in range(1, 6):
-            tell(made, *range(1, n + 1))  # its first batches are gone by now
-        loop = asyncio.get_running_loop()
-        feed = Feed(index, "w", replays=True, now_s=loop.time())
-        source = EventSource(endpoint=place.endpoint, replay_endpoint=place.replay_endpoint)
-        line = Subscription(context, source, feed)
-        ticking = asyncio.create_task(tick(line))
-        try:
-            await until(lambda: feed.state == "exact", "it has a snapshot")
-            assert held(index, 1, 2, 3, 4, 5, 6) == 5
-            tell(made, 7, 8)
-            await until(lambda: held(index, 7, 8) == 2, "live batches arrive")
-            made.stop()
-            made = place.publisher(kv_events_encoding=encoding)
-            tell(made, 9)  # as likely as not before the line is up again
-            await until(lambda: held(index, 9) == 1, "the new one is heard")
-            await until(lambda: feed.state == "exact", "and known")
-            assert (held(index, 1), held(index, 7)) == (0, 0)
-            assert feed.counts["restarts"] >= 1
-        finally:
-            ticking.cancel()
-            line.close()
-            made.stop()
-            context.term()
-
-
-async def test_addresses_that_are_none() -> None:
-    """Of a subscription: refused at once. Of replays: they never come, and live batches do."""
-    index = BlockIndex(2**20)
-    index.add_worker("w")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with tempfile.TemporaryDirectory(prefix="hr") as folder:
-        place = Place(folder)
-        made = place.publisher()
-        feed = Feed(index, "w", replays=True, now_s=0.0)
-        with pytest.raises(zmq.ZMQError):
-            Subscription(context, EventSource(endpoint="tcp://nowhere"), feed)
-        source = EventSource(endpoint=place.endpoint, replay_endpoint="tcp://nowhere")
-        line = Subscription(context, source, feed)
-        try:
-            line.tick()
-            line.doubt()
-            assert feed.state == "fallback"
-        finally:
-            line.close()
-            made.stop()
-            context.term()
 
 
 def test_a_late_batch_from_before_a_snapshot_is_no_restart() -> None:
