@@ -85,7 +85,7 @@ def test_greedy_tokens_alone_in_chunks_and_among_others(trio: Trio) -> None:
 def test_a_seeded_request_is_the_same_among_63_others(
     default_model: ModelFiles, backend: str
 ) -> None:
-    a_crowd_changes_nothing(backend, default_model, longest=60, vocab=1000)
+    a_crowd_changes_nothing(backend, default_model, n_tokens=8, vocab=1000)
 
 
 @pytest.mark.skipif(bool(WITHOUT_CUDA), reason=f"greedy tokens on cuda: {WITHOUT_CUDA}")

@@ -66,7 +66,7 @@ def test_a_seeded_request_is_the_same_among_63_others(
     name: str, backend: str, tmp_path: Path
 ) -> None:
     _, files = tiny_model(name, tmp_path)
-    a_crowd_changes_nothing(backend, files, longest=20, vocab=131)
+    a_crowd_changes_nothing(backend, files, n_tokens=24, vocab=131)
 
 
 @pytest.mark.on_cuda
@@ -94,22 +94,22 @@ def test_tables_are_filled_before_a_step_reads_them(
     runner.close()
 
 
-def a_crowd_changes_nothing(backend: str, files: ModelFiles, longest: int, vocab: int) -> None:
-    """Sampled tokens of one request, alone and with 63 others that come, go and draw otherwise."""
+def a_crowd_changes_nothing(backend: str, files: ModelFiles, n_tokens: int, vocab: int) -> None:
+    """`n_tokens` sampled tokens of one request are those that it has alone also with 63 others,
+    which come, go and draw otherwise meanwhile."""
     rng = random.Random(21)
     settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64, "kv_blocks": 64 * 8}
     runner: Runner = load(backend, files, **settings)
 
-    def job(seed: int, n_tokens: int, arrives: int, chunk: int) -> Job:
-        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, longest))]
+    def job(seed: int, arrives: int, chunk: int) -> Job:
+        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 20))]
         sampling = Sampling(rng.choice([0.0, 0.7, 1.3]), 0, rng.choice([1.0, 0.9]), 0.0, seed)
-        return Job(prompt, n_tokens, chunk, sampling, arrives)
+        return Job(prompt, rng.randint(2, n_tokens + 6), chunk, sampling, arrives)
 
-    mine = Job([5, 9, 3, 7, 7, 1], 24, sampling=Sampling(0.9, 0, 0.95, 0.0, seed=12345))
+    mine = Job([5, 9, 3, 7, 7, 1], n_tokens, sampling=Sampling(0.9, 0, 0.95, 0.0, seed=12345))
     (alone,) = generate(runner, [dataclasses.replace(mine, tokens=[], tables=[])])
     others = [
-        job(seed, rng.randint(2, 30), rng.randrange(12), rng.choice([3, 1 << 30]))
-        for seed in range(63)
+        job(seed, rng.randrange(n_tokens // 2), rng.choice([3, 1 << 30])) for seed in range(63)
     ]
     crowd = [*others[:31], dataclasses.replace(mine, arrives=3), *others[31:]]
     assert generate(runner, crowd, shuffle_seed=4)[31] == alone
