@@ -37,8 +37,14 @@ def row(page: str, first: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
-    for link in re.findall(r"\]\(([^)#\s]+)", text):
-        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
+        if link.startswith("https://"):
+            continue
+        assert (page.parent / link).exists(), link
+        if anchor:
+            there = (page.parent / link if link else page).read_text()
+            heads = re.findall(r"^#+ (.*)$", there, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads}
     for module in re.findall(r"python -m (benchmarks[\w.]+)", text):
         path = ROOT / module.replace(".", "/").removesuffix("/")
         assert path.with_suffix(".py").exists() or path.is_dir(), module
@@ -69,7 +75,7 @@ def near(told: str, values: Sequence[float]) -> None:
 
 def test_streams() -> None:
     found = recorded("streams.json")
-    page = (ROOT / "docs" / "bench.md").read_text()
+    page = " ".join((ROOT / "docs" / "bench.md").read_text().split())
     us, client = found["us_per_token"], found["client_us_per_token"]
     assert f"{found['tokens_per_s']:,.0f} tokens/s" in page
     assert f"{us['engine']:.1f} us of processor time a token in the engine process" in page
