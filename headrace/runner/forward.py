@@ -7,8 +7,8 @@ Ways to run a step, by what it brings:
   crowd   as mixed, with many decode rows: a graph launches programs for as many as it may hold
   eager   as mixed, but launched one by one: more tokens than a graph holds
 All but the last replay a graph, padded up to the next size; padding reads a spare row. Graphs that
-no first request needs are captured later (see `runner.graphs`); until then, their steps too are
-launched one by one, padded as ever.
+no first request needs are captured later (see `runner.graphs`); until then, their steps are padded
+further, to the next graph that is there, or launched one by one where that is too large.
 
 Of most steps with prompts few tokens yield logits: only those go through the last layer. How many
 that may be belongs to a graph's shape. Alone any token may be drawn from, so all go through; of a
@@ -54,6 +54,7 @@ MIXED_SINGLES = 64  # decode rows of a mixed graph
 # What is captured before the first request: these numbers of single tokens, the largest of each
 # way, and every mixed size, for by those the time of a step is measured.
 USUAL_SIZES: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+STAND_IN = 1.25  # times the tokens of a step with prompts: the largest graph that pads it well
 ALONE_PAIRS = 1 << 15  # query-key pairs of prompts up to which nobody needs to share keys
 
 
@@ -153,9 +154,8 @@ class Forward:
         self._logit_rows = len(sources)
         sources += lasts_of(plan)  # they go as far, but yield no logits
         self._narrowed_to = None
-        size, every = self._padded(way, tokens), whole(plan)
-        if way == "alone" or not every:
-            self.graphs.expect(way, size)
+        every = whole(plan)
+        size = self._padded(way, tokens, every)
         if way == "alone":
             if not source.follows(plan):
                 source.load(plan, sources, size, self.state.spare_row)
@@ -177,9 +177,17 @@ class Forward:
         self._logits(source, size, self._logit_rows, narrowed)
         return way
 
-    def _padded(self, way: Way, tokens: int) -> int:
+    def _padded(self, way: Way, tokens: int, every: bool) -> int:
+        """Tokens of the step with its padding. `every`: all go through the last layer."""
+        if way == "eager":
+            return tokens
         sizes = self._sizes[way]
-        return tokens if way == "eager" else sizes[bisect_left(sizes, tokens)]
+        at = bisect_left(sizes, tokens)
+        if way == "alone":  # reads the weights, however many tokens there are
+            return self.graphs.expect(way, sizes[at], sizes[at + 1 :])
+        most = sizes[at] * STAND_IN
+        larger = [size for size in sizes[at + 1 :] if size <= most]
+        return sizes[at] if every else self.graphs.expect(way, sizes[at], larger)
 
     def _narrowed(self, way: Way, size: int, wanted: int) -> int | None:
         """How many tokens go through the last layer; None: all `size` of the step.

@@ -1,8 +1,9 @@
 """The CUDA graphs of one model: those that the start needs, and others when there is time.
 
-A graph that is not there yet costs nothing but speed: its step is launched call by call. It is
-captured while there is nothing to do, one a call of `capture_next`; or, where a device never rests,
-before the step that would miss it for the `OFTEN`th time.
+A graph that is not there yet costs nothing but speed: its step is padded to the next one that is
+there, or launched call by call. It is captured while there is nothing to do, one a call of
+`capture_next`; or, where a device never rests, before the step that would miss it for the `OFTEN`th
+time (`RARELY`th, where another stands in).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 
 log = logging.getLogger(__name__)
 
-OFTEN = 4  # steps of one size, call by call, that lose about what a capture takes
+# Steps of one size that lose about what a capture takes, some 50 ms:
+OFTEN = 4  # launched call by call
+RARELY = 16  # padded to a larger graph
 Way = Literal["alone", "mixed", "crowd", "eager"]  # how a step is run: see `runner.forward`
 Key = tuple[Way, int]  # and its tokens
 
@@ -73,16 +76,22 @@ class Graphs:
         self._try(self._put_off[0])
         return True
 
-    def expect(self, way: Way, tokens: int) -> None:
-        """The next step will run that graph. Call before its columns are written.
+    def expect(self, way: Way, tokens: int, larger: Sequence[int] = ()) -> int:
+        """Tokens to pad the next step to, which would be `tokens`. Call before its columns are
+        written.
 
-        Needs: as `capture_next`.
+        That is `tokens` where that graph is there; else the first of `larger`, ascending, whose
+        graph is; else `tokens`, call by call. Needs: as `capture_next`.
         """
         key: Key = (way, tokens)
+        if key in self._graphs:
+            return tokens
+        stand_in = next((size for size in larger if (way, size) in self._graphs), None)
         if key in self._put_off:
             self._missed[key] += 1
-            if self._missed[key] >= OFTEN:
+            if self._missed[key] >= (OFTEN if stand_in is None else RARELY):
                 self._try(key)
+        return tokens if stand_in is None or key in self._graphs else stand_in
 
     def run(self, way: Way, tokens: int) -> None:
         """Replay the graph, or queue what it would hold."""

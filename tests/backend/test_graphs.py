@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.runner.graphs import OFTEN, Graphs, Key
+from headrace.runner.graphs import OFTEN, RARELY, Graphs, Key
 
 KEYS: list[Key] = [("crowd", 8), ("alone", 4), ("alone", 1), ("alone", 2)]
 
@@ -84,6 +84,26 @@ def test_what_is_missed_often_is_captured_before_its_step(monkeypatch: pytest.Mo
         graphs.expect("alone", 2)
     assert recorder.taken() == []
     assert graphs.captured == 2
+
+
+def test_the_next_graph_that_is_there_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is launched call by call costs more than its padding."""
+    recorder = Recorder(monkeypatch)
+    graphs = recorder.graphs
+    graphs.capture(2)
+    recorder.taken()
+    assert graphs.expect("alone", 4, []) == 4
+    assert graphs.expect("crowd", 4, [6, 8]) == 8
+    assert graphs.expect("crowd", 4, [6]) == 4
+    for _ in range(RARELY - 1):
+        assert graphs.expect("alone", 1, [2, 4]) == 4
+    assert recorder.taken() == []
+    assert graphs.expect("alone", 1, [2, 4]) == 1
+    assert recorder.taken() == captured(("alone", 1))
+    assert graphs.expect("alone", 1, [2, 4]) == 1
+    recorder.full = {("alone", 2)}
+    graphs.capture_next()
+    assert graphs.expect("alone", 2, [4]) == 4, "there is no memory for its own"
 
 
 def test_without_memory_steps_go_on_call_by_call(

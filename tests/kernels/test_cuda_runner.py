@@ -356,6 +356,7 @@ def test_captures_between_steps_change_nothing(
 
     monkeypatch.setattr(Graphs, "_record", repeated)
     monkeypatch.setattr(module, "OFTEN", 2)
+    monkeypatch.setattr(module, "RARELY", 2)
     runner = interpreted(files)
     forward = runner._forward
     graphs, store = forward.graphs, forward.store
