@@ -67,18 +67,17 @@ class Holders:
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}
+        self._taken = 0  # all of them
         self._masks: dict[int, int] = {}  # chunk -> bits of the workers that hold it
 
     def _enter(self, name: str) -> None:
         assert name not in self._bits, f"{name} is here already"
-        taken = set(self._bits.values())
-        bit = 1
-        while bit in taken:
-            bit <<= 1
-        self._bits[name] = bit
+        free = ~self._taken & (self._taken + 1)  # the lowest bit that nobody has
+        self._bits[name] = free
+        self._taken |= free
 
     def _leave(self, name: str) -> None:
-        del self._bits[name]
+        self._taken ^= self._bits.pop(name)
 
     def match(self, chain: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
         """How many leading chunks of `chain` each of `names` holds."""

@@ -47,6 +47,20 @@ def test_the_longest_held_beginning_counts() -> None:
     one.check()
 
 
+@given(st.lists(st.integers(0, 70)))
+def test_workers_that_come_take_the_lowest_places_that_are_free(steps: list[int]) -> None:
+    """Each its own, so that masks stay short however often workers come and go."""
+    one, there = PrefixIndex(ENTRY_BYTES), dict[int, int]()
+    for worker in steps:
+        if worker in there:
+            del there[worker]
+            one.remove_worker(str(worker))
+            continue
+        there[worker] = min(set(range(len(there) + 1)) - set(there.values()))
+        one.add_worker(str(worker))
+    assert one._bits == {str(worker): 1 << place for worker, place in there.items()}
+
+
 def test_the_end_of_a_prompt_goes_first() -> None:
     one = index()
     one.set_capacity("a", 4)
