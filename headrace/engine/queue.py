@@ -1,7 +1,7 @@
 """WaitQueue: sequences that wait for a row, best key first. O(log n), lazy removal that is bounded.
 
-Entries are not searched for: a sequence that leaves loses its ticket, and its entries are skipped
-when they surface, or swept out when they outnumber the live ones.
+Entries are not searched for: a sequence that leaves forgets its entry (`queued`), and such entries
+are skipped when they surface, or swept out when they outnumber the live ones.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class WaitQueue:
 
     def push(self, sequence: Sequence, now: float) -> None:
         """The sequence waits from `now` on. `now` never falls from call to call."""
-        assert sequence.ticket is None, "a sequence waits twice"
+        assert sequence.queued is None, "a sequence waits twice"
         self._pushed += 1
         rows, tokens = sequence.request.rows, sequence.base
         entry = Entry(sequence.key, self._pushed, now, rows, tokens, sequence)
-        sequence.ticket = entry
+        sequence.queued = entry
         heappush(self._by_key, entry)
         self._by_time.append(entry)
         self._live += 1
@@ -58,9 +58,9 @@ class WaitQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence waits no longer: admitted, or ended."""
-        entry: Entry = sequence.ticket
+        entry: Entry = sequence.queued
         assert entry is not None, "a sequence that does not wait is removed from the queue"
-        sequence.ticket = None
+        sequence.queued = None
         self._live -= 1
         self.rows -= entry.rows
         self.tokens -= entry.tokens
@@ -70,18 +70,18 @@ class WaitQueue:
     def first(self) -> Sequence | None:
         """The waiting sequence with the best key."""
         heap = self._by_key
-        while heap and heap[0].sequence.ticket is not heap[0]:
+        while heap and heap[0].sequence.queued is not heap[0]:
             heappop(heap)
         return heap[0].sequence if heap else None
 
     def oldest(self) -> tuple[Sequence, float] | None:
         """The sequence that has waited longest, and since when."""
         line = self._by_time
-        while line and line[0].sequence.ticket is not line[0]:
+        while line and line[0].sequence.queued is not line[0]:
             line.popleft()
         return (line[0].sequence, line[0].since_s) if line else None
 
     def _sweep(self) -> None:
-        self._by_key = [entry for entry in self._by_key if entry.sequence.ticket is entry]
+        self._by_key = [entry for entry in self._by_key if entry.sequence.queued is entry]
         heapify(self._by_key)
-        self._by_time = deque(e for e in self._by_time if e.sequence.ticket is e)
+        self._by_time = deque(e for e in self._by_time if e.sequence.queued is e)

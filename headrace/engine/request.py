@@ -60,6 +60,7 @@ class Sequence:
         "pooled",
         "pooling",
         "prompt_tokens",
+        "queued",
         "request",
         "room",
         "row",
@@ -68,7 +69,6 @@ class Sequence:
         "spare_rows",
         "stop_ids",
         "table",
-        "ticket",
         "tokens",
     )
 
@@ -94,7 +94,7 @@ class Sequence:
         self.peak = 0  # the most it had planned when it was preempted
         self.row = NO_ROW
         self.spare_rows: list[int] = []  # rows kept for the other choices until the fork
-        self.ticket: Any = None  # its entry in the waiting queue, None when it does not wait
+        self.queued: Any = None  # its entry in the waiting queue, None when it does not wait
         self.ended = False
         self.matcher: Matcher | None = None  # where it stands in its grammar
         self.forcible = request.forcible

@@ -86,7 +86,7 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence ended, wherever it is. Its blocks go through the fence."""
-        if sequence.ticket is not None:
+        if sequence.queued is not None:
             self.queue.remove(sequence)
         if sequence.row != NO_ROW:
             self._vacate(sequence)

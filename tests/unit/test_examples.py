@@ -3,6 +3,7 @@ and pages that somebody finds."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from importlib import import_module
@@ -69,6 +70,17 @@ def test_every_flag_that_a_page_names_is_an_option() -> None:
         shown = " ".join(CODE.findall(page.read_text()))
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z]", shown))
         assert not named - known, f"{page.name}: {sorted(named - known)}"
+
+
+def test_the_way_of_one_request() -> None:
+    """Where design.md sends who reads the code, the named function or class is defined."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    named = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|", page, re.MULTILINE)
+    assert len(named) > 10
+    for path, name in named:
+        tree = ast.parse((ROOT / "headrace" / path).read_text())
+        kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, kinds)}, path
 
 
 def test_every_page_is_one_click_from_the_readme() -> None:
