@@ -4,11 +4,13 @@ gateway starts, watches and stops.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,14 +18,17 @@ from itertools import pairwise
 from pathlib import Path
 
 from headrace.backends.cpu.device import KV_SHARE, free_memory_bytes
+from headrace.children import LAST_PAUSE_S
 from headrace.config import ENV_PREFIX, Settings, flag_of
 from headrace.engine.kv_events import binds
 from headrace.errors import ConfigError
 from headrace.gateway.app import Gateway
 from headrace.gateway.registry import Apply, Named
 from headrace.gateway.settings import WorkerSpec
-from headrace.gateway.starts import StartSpec
+from headrace.gateway.starts import Started, StartSpec
 
+LATE_S = 60.0  # of replicas that still start while another is up
+LAST_LINES = 5
 _FOR_USERS = ("try: ", "look: ")  # lines of a server that name its own address
 _OURS = frozenset({
     "model", "host", "port", "api_key", "usage_log", "kv_memory", "kv_events_endpoint",
@@ -197,14 +202,23 @@ def free_ports(count: int) -> Iterator[list[int]]:
 class Replicas:
     """The registry of `headrace up`: the replicas, whose start it follows.
 
-    When none of them can start as it was asked, it stops the gateway, and `failed` is true.
+    It says once which of them are there: when all are, when the others have failed, or LATE_S after
+    the first. When none of them can start as it was asked, it stops the gateway, and `failed` is
+    true.
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec], say: Callable[[str], None]) -> None:
-        self._specs, self._say = specs, say
-        self._begun_s = time.perf_counter()
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._specs, self._say, self._clock = specs, say, clock
+        self._begun_s = clock()
+        self._first_s = math.inf  # one was up
         self._gateway: Gateway | None = None
         self._ready = self.failed = False
+        self._rows = [_Row() for _ in specs]
 
     names: Sequence[Named] = ()
 
@@ -223,20 +237,73 @@ class Replicas:
                 worker.start.tell = partial(self._pass_on, i)
 
     def _pass_on(self, replica: int, line: str) -> None:
+        self._rows[replica].lines.append(line)
         if not line.startswith(_FOR_USERS):
             self._say(f"replica {replica} | {line}")
 
     def tick(self) -> None:
         """See `gateway.registry.Registry`."""
-        if self._gateway is None or self._ready or self.failed:
+        if self._gateway is None or self.failed:
             return
         workers = list(self._gateway.fleet.workers.values())
-        if all(worker.start is not None and worker.start.hopeless for worker in workers):
+        starts = [worker.start for worker in workers if worker.start is not None]
+        for i, start in enumerate(starts):
+            self._tell_failure(i, start)
+        if all(start.hopeless for start in starts):
             self.failed = True
             self._gateway.stop()
-        elif all(worker.up for worker in workers):
-            self._ready = True
-            passed_s = time.perf_counter() - self._begun_s
-            if look := self._gateway.page:
-                self._say(f"look: {look}")
-            self._say(f"ready in {passed_s:.1f} s: {self._gateway.url}, {len(workers)} replicas")
+            return
+        ups = [worker.up for worker in workers]
+        if self._ready:
+            for i, row in enumerate(self._rows):
+                if ups[i] and not row.up:
+                    self._say(f"replica {i} is up: {sum(ups)} of {len(ups)} replicas")
+        elif any(ups):
+            self._first_s = min(self._first_s, self._clock())
+            late = self._clock() > self._first_s + LATE_S
+            if late or all(up or s.failures for up, s in zip(ups, starts, strict=True)):
+                self._tell_ready(self._gateway, ups, starts)
+        for row, up in zip(self._rows, ups, strict=True):
+            row.up = up
+
+    def _tell_failure(self, replica: int, start: Started) -> None:
+        """Once, and again when it fails in another way."""
+        row, why = self._rows[replica], start.last_failure
+        if start.failures == row.failures:
+            return
+        row.failures = start.failures
+        if why != row.why:
+            row.why = why
+            what = "ended" if start.ever_up else "did not start"
+            then = (
+                "it is not tried again"
+                if start.hopeless
+                else f"it is tried again, each time later, at last every {LAST_PAUSE_S:g} s"
+            )
+            self._say(f"replica {replica} {what}: {why}; {then}{row.said()}")
+        row.lines.clear()
+
+    def _tell_ready(self, gateway: Gateway, ups: Sequence[bool], starts: Sequence[Started]) -> None:
+        self._ready = True
+        for i, (up, start) in enumerate(zip(ups, starts, strict=True)):
+            if not up and not start.failures:
+                self._say(f"replica {i} still starts{self._rows[i].said()}")
+        if look := gateway.page:
+            self._say(f"look: {look}")
+        count = f"{len(ups)}" if all(ups) else f"{sum(ups)} of {len(ups)}"
+        passed_s = self._clock() - self._begun_s
+        self._say(f"ready in {passed_s:.1f} s: {gateway.url}, {count} replicas")
+
+
+class _Row:
+    """What was seen of one replica."""
+
+    def __init__(self) -> None:
+        self.up = False
+        self.failures = 0
+        self.why = ""  # of the last failure that was told
+        self.lines: deque[str] = deque(maxlen=LAST_LINES)  # of its process that runs, or ran last
+
+    def said(self) -> str:
+        """Behind a sentence about it."""
+        return ". Its last lines:\n    " + "\n    ".join(self.lines) if self.lines else ""

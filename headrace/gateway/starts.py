@@ -48,6 +48,8 @@ class Started:
         self.state: State = "cold"
         self.why = ""  # of failed
         self.ever_up = False
+        self.failures = 0
+        self.last_failure = ""  # why
         self.hopeless = False  # it says that it can never start as it was asked
         self.tell: Callable[[str], None] = partial(log.info, "%s | %s", name)  # gets its lines
         self._process: asyncio.subprocess.Process | None = None
@@ -150,6 +152,7 @@ class Started:
             return
         log.warning("worker %s ended: %s", self.name, why)
         self.state, self.why = "failed", why
+        self.failures, self.last_failure = self.failures + 1, why
         self.hopeless = code == SETUP and not self.ever_up
         self._again_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)

@@ -4,12 +4,14 @@ ones told apart; and how a machine is shared out among replicas."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.config import Settings
@@ -19,6 +21,7 @@ from headrace.gateway.registry import StaticRegistry
 from headrace.gateway.settings import WorkerSpec, read_fleet
 from headrace.gateway.starts import Started, StartSpec
 from headrace.replicas import (
+    LATE_S,
     Replicas,
     Shares,
     event_endpoints,
@@ -28,6 +31,7 @@ from headrace.replicas import (
 )
 from tests.unit.gateway_rig import call, chat, gateway, get, until
 
+NOBODY = itertools.count(1)  # ports where nobody listens
 SERVER = """
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -159,15 +163,23 @@ def test_on_demand_needs_models(tmp_path: Path) -> None:
     assert read_fleet(file).workers[0].start == StartSpec(command=("x",), warm=True)
 
 
-async def test_replicas_that_cannot_start_end_the_gateway(log: Path) -> None:
+def broken(code: str) -> WorkerSpec:
+    """A worker whose process runs `code` and never listens."""
+    start = StartSpec(command=(sys.executable, "-c", code), warm=True)
+    return WorkerSpec(url=f"http://127.0.0.1:{next(NOBODY)}", models=("m",), start=start)
+
+
+async def test_replicas_that_cannot_start_end_the_gateway() -> None:
     said: list[str] = []
-    start = StartSpec(command=(sys.executable, "-c", "print('no'); raise SystemExit(2)"), warm=True)
-    broken = [WorkerSpec(url=f"http://127.0.0.1:{i}", models=("m",), start=start) for i in (1, 2)]
-    registry = Replicas(broken, said.append)
+    never = "print('no'); raise SystemExit(2)"
+    registry = Replicas([broken(never), broken(never)], said.append)
     async with gateway(registry=registry, up=False) as made:
         registry.watch(made)
         await until(lambda: registry.failed, "it gave up")
-    assert sorted(said) == ["replica 0 | no", "replica 1 | no"]
+    why = "did not start: exit code 2; it is not tried again. Its last lines:\n    no"
+    assert sorted(said) == sorted(
+        line for i in (0, 1) for line in (f"replica {i} | no", f"replica {i} {why}")
+    )
 
 
 async def test_replicas_say_when_all_are_ready(log: Path) -> None:
@@ -178,6 +190,65 @@ async def test_replicas_say_when_all_are_ready(log: Path) -> None:
         await until(lambda: any(line.startswith("ready in") for line in said), "they are ready")
         assert said[-1].endswith(f"{made.url}, 2 replicas")
         assert not registry.failed
+
+
+@pytest.mark.parametrize(
+    ("code", "then"),
+    [
+        (1, "it is tried again, each time later, at last every 60 s"),
+        (2, "it is not tried again"),
+    ],
+)
+async def test_a_replica_that_never_starts_is_named_and_the_others_go_on(
+    log: Path, code: int, then: str
+) -> None:
+    said: list[str] = []
+    never = broken(f"print('first'); print('no memory'); raise SystemExit({code})")
+    registry = Replicas([spec(log, warm=True), never], said.append)
+    async with gateway(registry=registry, up=False) as made:
+        registry.watch(made)
+        await until(lambda: any(line.startswith("ready in") for line in said), "one is ready")
+        assert said[-1].endswith(f"{made.url}, 1 of 2 replicas")
+        why = f"replica 1 did not start: exit code {code}; {then}. Its last lines:"
+        assert f"{why}\n    first\n    no memory" in said
+        starts = [worker.start for worker in made.fleet.workers.values()]
+        if code == 1:
+            await until(lambda: starts[1] is not None and starts[1].failures > 1, "tried again")
+        assert (await call(made.port, chat(model="m"))).status == 200
+        assert sum(line.startswith(why) for line in said) == 1, "said once"
+
+
+async def test_a_replica_that_hangs_is_named_and_told_when_it_comes(log: Path) -> None:
+    """And one that dies later, and comes again."""
+    said: list[str] = []
+    now_s = 0.0
+    hangs = spec(log, warm=True)
+    assert hangs.start is not None
+    gate = log.with_name("gate")
+    waiting = (
+        "import pathlib, sys, time\nprint('reads weights', flush=True)\n"
+        f"while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)\n"
+    )
+    command = list(hangs.start.command)
+    command[2] = waiting + command[2]
+    start = msgspec.structs.replace(hangs.start, command=tuple(command))
+    specs = [spec(log, warm=True), msgspec.structs.replace(hangs, start=start)]
+    registry = Replicas(specs, said.append, lambda: now_s)
+    async with gateway(registry=registry, up=False) as made:
+        registry.watch(made)
+        workers = list(made.fleet.workers.values())
+        await until(lambda: workers[0].up and "replica 1 | reads weights" in said, "one is up")
+        registry.tick()
+        assert not any(line.startswith("ready") for line in said), "the other may come"
+        now_s = 2 * LATE_S
+        registry.tick()
+        assert said[-1].endswith(f"{made.url}, 1 of 2 replicas")
+        assert "replica 1 still starts. Its last lines:\n    reads weights" in said
+        gate.touch()
+        await until(lambda: "replica 1 is up: 2 of 2 replicas" in said, "the other is told")
+        os.kill(pids(log)[0], signal.SIGKILL)
+        await until(lambda: "replica 0 is up: 2 of 2 replicas" in said, "it came again")
+        assert any(line.startswith("replica 0 ended: signal SIGKILL; ") for line in said)
 
 
 # ---------------------------------------------------------------- shares of a machine
