@@ -1,7 +1,8 @@
 """Where two prompts part, what both still have behind that place, and why they part.
 
 A prompt is looked at as its request wrote it: JSON, cut into segments at places that depend on what
-stands there (objects, lines, sentences). So a segment is found again wherever it moved to.
+stands there (objects, lines, sentences; of token ids, those that end in 7). So a segment is found
+again wherever it moved to.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Kind = Literal["time", "id", "order", "added", "dropped", "text"]
 _END = b"\0"  # JSON has none
 _ENDS = bytes(0 if byte in b"{}.!?" else byte for byte in range(256))
 _LINE = b"\\n"  # a line's end as JSON writes it; two ends, so that no length changes
+_IDS = re.compile(rb"\[[\s\[]{0,8}\d")  # as a prompt of token ids begins, or several of them
+_MARKED = (b"7, ", b"7,")  # one id in ten, with what stands between two
 MAX_SEGMENTS = 4096  # the last one has the rest
 MIN_SEGMENT_BYTES = 8  # shorter ones are found anywhere
 LONG_BYTES, END_BYTES = 512, 64
@@ -43,6 +46,7 @@ class Cut(msgspec.Struct, frozen=True):
     segments: list[bytes]
     all: frozenset[bytes]  # segments, and ends of long ones
     size_bytes: int
+    ids: bool = False  # they are token ids, which say nothing of a text
 
     @property
     def memory_bytes(self) -> int:
@@ -62,9 +66,16 @@ class Divergence(msgspec.Struct, frozen=True):
 
 def cut(text: bytes) -> Cut:
     """The segments of a text."""
-    segments = text.translate(_ENDS).replace(_LINE, 2 * _END).split(_END, MAX_SEGMENTS - 1)
+    ids = _IDS.match(text) is not None
+    if ids:
+        marked = text.replace(b"[", _END)
+        for end in _MARKED:
+            marked = marked.replace(end, end[:1] + _END * (len(end) - 1))
+    else:
+        marked = text.translate(_ENDS).replace(_LINE, 2 * _END)
+    segments = marked.split(_END, MAX_SEGMENTS - 1)
     ends = [end for segment in segments if len(segment) >= LONG_BYTES for end in ends_of(segment)]
-    return Cut(segments, frozenset([*segments, *ends]), len(text))
+    return Cut(segments, frozenset([*segments, *ends]), len(text), ids)
 
 
 def ends_of(segment: bytes) -> list[bytes]:
@@ -112,7 +123,8 @@ def diverge(new: Cut, old: Cut, shared: int) -> Divergence | None:
     return Divergence(
         at=before + inside,
         behind_bytes=behind_bytes,
-        kind=_kind(own, others, inside, moved=moved, left=left),
+        kind=_moved_kind(moved=moved, left=left)
+        or ("text" if new.ids or old.ids else _changed_kind(own, others, inside)),
         excerpt=_around(own, inside),
         other=_around(others, inside),
     )
@@ -124,13 +136,17 @@ def _holds(prompt: Cut, segment: bytes, at: int) -> bool:
     return any(len(s) >= MIN_SEGMENT_BYTES and s in prompt.all for s in (segment, inside))
 
 
-def _kind(own: bytes, others: bytes, inside: int, *, moved: bool, left: bool) -> Kind:
+def _moved_kind(*, moved: bool, left: bool) -> Kind | None:
+    """Of segments that one or both prompts have elsewhere; None: neither has."""
     if moved and left:
         return "order"
     if moved:
         return "dropped"  # what the old one had here is gone
-    if left:
-        return "added"
+    return "added" if left else None
+
+
+def _changed_kind(own: bytes, others: bytes, inside: int) -> Kind:
+    """Of a segment that changed inside."""
     if _hit(_TIME, own, inside) and _hit(_TIME, others, inside):
         return "time"
     if _is_id(own, inside) and _is_id(others, inside):

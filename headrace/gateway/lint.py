@@ -112,13 +112,14 @@ class Lint:
         tenant.requests += 1
         credit_s = tenant.credit_s + EARN_S
         tenant.credit_s = credit_s if credit_s < CREDIT_S else CREDIT_S
-        return credit_s > 0.0 and prompt.text_bytes >= MIN_TEXT_BYTES
+        return credit_s > 0.0 and (prompt.text_bytes or _ids_bytes(prompt)) >= MIN_TEXT_BYTES
 
     def look(self, name: str, request_id: str, prompt: Prompt, usage: Usage) -> None:
         """Compare a prompt with those before it."""
         began_s = self._clock()
         tenant = self._tenants[name]
-        new = cut(b"".join(prompt.parts)[:LOOK_BYTES])
+        text = b"".join(prompt.parts)
+        new = cut(text[:LOOK_BYTES])
         tokens = usage.prompt_tokens if usage.prompt_tokens > 0 else prompt.prompt_tokens
         tenant.looked += 1
         tenant.prompt_tokens += tokens
@@ -126,11 +127,12 @@ class Lint:
         shared, nearest = _nearest(new, family.samples)
         kind, lost_tokens = "", 0
         if nearest is not None and (parting := diverge(new, nearest, shared)) is not None:
-            lost_tokens = _lost_tokens(parting, new, tokens / prompt.text_bytes, tokens, usage)
+            tokens_per_byte = tokens / len(text)
+            lost_tokens = _lost_tokens(parting, new, tokens_per_byte, tokens, usage)
             if lost_tokens:
                 kind = parting.kind
                 tenant.lost_tokens += lost_tokens
-                self._note(tenant, request_id, prompt, parting, lost_tokens, tokens)
+                self._note(tenant, request_id, prompt, parting, lost_tokens, tokens_per_byte)
         self._keep(family, new, nearest, shared)
         self._found(name, tokens, kind, lost_tokens)
         tenant.credit_s -= self._clock() - began_s
@@ -201,7 +203,7 @@ class Lint:
         prompt: Prompt,
         parting: Divergence,
         lost_tokens: int,
-        tokens: int,
+        tokens_per_byte: float,
     ) -> None:
         path, characters = _where(prompt.parts, parting.at)
         place = _general(path)
@@ -217,10 +219,15 @@ class Lint:
         finding.lost_tokens += lost_tokens
         finding.last_s, finding.request = now_s, request_id
         finding.path, finding.characters = path, characters
-        finding.shared_tokens = int(parting.at * tokens / prompt.text_bytes)
+        finding.shared_tokens = int(parting.at * tokens_per_byte)
         if self.excerpts:
             finding.excerpt = parting.excerpt.decode(errors="replace")
             finding.other = parting.other.decode(errors="replace")
+
+
+def _ids_bytes(prompt: Prompt) -> int:
+    """Of a prompt that came as token ids, as it was written; 0 = it did not."""
+    return 0 if prompt.ids is None else sum(map(len, prompt.parts))
 
 
 def _nearest(new: Cut, samples: Sequence[Cut]) -> tuple[int, Cut | None]:

@@ -249,8 +249,50 @@ def test_what_the_engine_found_is_no_loss() -> None:
     assert 0 < some < whole
 
 
-def test_prompts_of_ids_and_short_ones_are_not_looked_at() -> None:
-    assert look(lambda i: {"model": "m", "prompt": [i, *range(4000)]})["looked"] == 0
+def drawn(count: int, seed: int) -> list[int]:
+    """Token ids that no other seed has in this order."""
+    return random.Random(seed).choices(range(30_000), k=count)
+
+
+def of_ids(*parts: list[int], several: bool = False) -> Body:
+    ids = [i for part in parts for i in part]
+    return {"model": "m", "prompt": [ids, drawn(9, 5)] if several else ids}
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("how", [{}, {"separators": (",", ":")}])
+def test_prompts_of_ids_part_at_an_index(how: dict[str, Any], several: bool) -> None:
+    """Without a kind: an id says nothing of a text, a long number is no session's."""
+    first, stays = drawn(20, 1), drawn(1500, 2)
+    row = look(lambda i: of_ids(first, drawn(3, 50 + i), stays, several=several), **how)
+    (found,) = row["findings"]
+    assert (found["kind"], found["path"]) == ("text", "prompt[0][20]" if several else "prompt[20]")
+    if not several:  # nobody counted the tokens of those
+        assert found["shared_tokens"] == pytest.approx(20, abs=2)
+    most = row["prompt_tokens"] * (row["looked"] - 1) / row["looked"]
+    assert 0.8 * most < row["lost_tokens"] <= most
+
+
+def test_stretches_of_ids_that_moved() -> None:
+    parts = [[10_000 + 2 * i, 20_000 + 2 * i, *drawn(150, 10 + i), 7] for i in range(8)]
+    row = look(lambda i: of_ids(*(parts[n] for n in shuffled(i)), drawn(9, 60 + i)))
+    assert {found["kind"] for found in row["findings"]} == {"order"}
+    assert row["lost_tokens"] > 0.5 * row["prompt_tokens"]
+
+
+def test_prompts_of_ids_that_share_what_they_can_are_left_alone() -> None:
+    stays = drawn(1500, 2)
+    for make in (
+        lambda i: of_ids(stays, drawn(300, 100 + i)),
+        lambda i: of_ids(stays, *(drawn(200, n) for n in range(i))),
+        lambda i: of_ids(drawn(1500, 500 + i)),
+    ):
+        row = look(make)
+        assert (row["looked"], row["findings"]) == (12, [])
+
+
+def test_short_prompts_are_not_looked_at() -> None:
+    assert look(lambda i: of_ids([i, *drawn(150, 1)]))["looked"] == 0
     assert look(lambda i: chat(f"It is 12:{i:02}"))["looked"] == 0
 
 
