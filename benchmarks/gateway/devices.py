@@ -62,6 +62,7 @@ PREFIXES = 12  # a worker
 KV_SHARE = 1.3  # a worker's cache over its share of the shared prefixes
 KV_BLOCK = 16  # tokens
 COLD_PROMPTS = 6  # whose median says how fast a worker is
+FAKE_IDS = 256  # the fake model's tokens are bytes
 READY_S = 300.0  # a model may have to be fetched first
 MODEL_BLOCKS = 32  # blocks of the workloads: the longest prompt and its answer
 COUNTED = {
@@ -200,7 +201,11 @@ def workers(shape: str, backend: str, sizes: Sizes, folder: Path) -> Iterator[li
         *("--block-size", str(KV_BLOCK), "--log-level", "warning"),
         *("--max-num-batched-tokens", str(H100_14B.max_step_tokens)),
     ]
-    if backend == "cuda":
+    if backend == "fake":  # the simulator's device
+        file = folder / "device.json"
+        file.write_bytes(msgspec.json.encode(H100_14B))
+        flags += ["--fake-device", str(file)]
+    if backend != "cpu":
         flags += ["--itl-target-ms", str(1e3 * H100_14B.target_s)]
     if backend != "fake":
         model = write_folder(shape, folder, tokenizer=True)
@@ -320,7 +325,7 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]
 
 
 @click.command(help=__doc__)
-@click.option("--gpus", type=click.IntRange(2), default=0, help="workers; default: all GPUs")
+@click.option("--gpus", type=click.IntRange(2), default=None, help="workers; default: all GPUs")
 @click.option("--policies", callback=_names, default="", help="with commas between")
 @click.option("--loads", callback=_numbers, default="0.9,2.0", show_default=True)
 @click.option("--seconds", type=float, default=0.0, help="of arrivals a level")
@@ -332,7 +337,7 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]
 @click.option("--model", default="", help="with --cpu: another model")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS)
 def main(
-    gpus: int,
+    gpus: int | None,
     policies: tuple[str, ...],
     loads: tuple[float, ...],
     seconds: float,
@@ -359,7 +364,7 @@ def main(
         policies = policies or POLICIES
         count = gpus or max(2, len(visible_gpus()))
         sizes = _sizes(count, block, PREFIXES, 24)
-        kind = Kind(kind="ids", endpoint="completions", vocabulary=CONFIGS[shape]["vocab_size"])
+        kind = Kind(kind="ids", endpoint="completions", vocabulary=_vocabulary(shape, backend))
         what = f"{count} workers, {shape} on {card() or backend}"
         run = lambda bench: over_gpus(bench, shape, backend, policies, loads, budget_s)  # noqa: E731
     with tempfile.TemporaryDirectory(prefix="fleet-") as name:
@@ -371,6 +376,11 @@ def main(
         finally:
             if bench.points:
                 _write(bench, stem, f"{what}, {day}", policies)
+
+
+def _vocabulary(shape: str, backend: str) -> int:
+    size: int = CONFIGS[shape]["vocab_size"]
+    return FAKE_IDS if backend == "fake" else size
 
 
 def _write(bench: Bench, stem: Path, title: str, policies: Sequence[str]) -> None:
