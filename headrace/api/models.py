@@ -32,6 +32,7 @@ async def _card(service: Service) -> dict[str, Any]:
         "created": service.created_s,
         "owned_by": "headrace",
         "max_model_len": info.max_model_len if info else None,
+        "kv_tokens": info.kv_blocks * info.block_size if info else None,
         "tokenizer": await asyncio.to_thread(lambda: service.prompt_identity),
     }
     if settings.kv_events_endpoint:  # for a gateway, which then listens by itself

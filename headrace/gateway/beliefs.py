@@ -2,7 +2,10 @@
 
 EXACT: its own events say so, and none is missing. DEGRADED: some are; what was sent there counts
 too. FALLBACK: it publishes none, or the prompt's tokens are not known here; what was sent there is
-all there is. Blocks of prompts on their way are expected for a while: their events come later.
+all there is. Blocks of prompts on their way are expected: their events come when they are computed,
+and from then on events alone count, for a full cache drops blocks again. Where much waits at a
+worker, a prompt finds what is left when that is computed: no more than what was sent there last, up
+to the size of its cache.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import zmq
@@ -26,6 +30,8 @@ from headrace.gateway.worker import Worker
 log = logging.getLogger("headrace.gateway")
 
 EXPECTED_S = 2.0  # beyond the time in which a prompt should be computed
+EVENTS_S = 0.25  # from a prompt's first token, or end, until its events must be here
+TURNOVER = 0.25  # of a worker's cache: where more waits there, events of now are not enough
 MAX_EXPECTED = 2**17  # blocks
 _WILD = ("*", "0.0.0.0", "[::]", "::")
 
@@ -45,6 +51,7 @@ class _Card(msgspec.Struct):
     kv_events: _Told | None = None
     tokenizer: str = ""
     parent: object = None
+    kv_tokens: object = None
 
 
 class Expected(Holders):
@@ -54,6 +61,7 @@ class Expected(Holders):
         super().__init__()
         self._until: dict[str, dict[int, float]] = {}
         self._queue: deque[tuple[float, str, Sequence[int]]] = deque()
+        self._computed: deque[tuple[float, str, Sequence[int]]] = deque()  # of `come`
         self._count = 0
 
     def add_worker(self, name: str) -> None:
@@ -87,16 +95,27 @@ class Expected(Holders):
             held[chunk] = max(until_s, held.get(chunk, 0.0))
         self._queue.append((until_s, name, chain))
 
+    def come(self, name: str, chain: Sequence[int], promised_s: float, until_s: float) -> None:
+        """What was expected of `name` until `promised_s` is, or will never be; it counts until
+        `until_s`, which no later call makes earlier. What others expect stays as it is.
+        """
+        held = self._until.get(name, {})
+        for chunk in chain:
+            if until_s < held.get(chunk, 0.0) <= promised_s:
+                held[chunk] = until_s
+        self._computed.append((until_s, name, chain))
+
     def sweep(self, now_s: float) -> None:
         """What should have come by now is expected no more."""
-        while self._queue and self._queue[0][0] <= now_s:
-            _, name, chain = self._queue.popleft()
-            held = self._until.get(name, {})
-            for chunk in chain:
-                if held.get(chunk, now_s + 1) <= now_s:
-                    del held[chunk]
-                    self._count -= 1
-                    self._unmark(chunk, name)
+        for queue in (self._queue, self._computed):
+            while queue and queue[0][0] <= now_s:
+                _, name, chain = queue.popleft()
+                held = self._until.get(name, {})
+                for chunk in chain:
+                    if held.get(chunk, now_s + 1) <= now_s:
+                        del held[chunk]
+                        self._count -= 1
+                        self._unmark(chunk, name)
 
     def holders(self, chunk: int) -> int:
         """Bits of the workers."""
@@ -218,7 +237,12 @@ class Beliefs:
                 continue
             for name, n in zip(known, self._leading(prompt, size, list(known)), strict=True):
                 at, tokens = known[name], n * size
-                cached[at] = tokens if states[at] == "exact" else max(tokens, cached[at])
+                if states[at] != "exact":
+                    cached[at] = max(tokens, cached[at])
+                elif tokens > cached[at] and self._turns_over(prompt, workers[at]):
+                    cached[at] = min(tokens, prompt.tokens_of(held[at] + 1))  # within a chunk
+                else:
+                    cached[at] = tokens
         for at, name in enumerate(names):
             if states[at] == "exact" and not self.blocks.block_size(name):
                 states[at] = "degraded"  # what it computes as its first prompt is not told yet
@@ -233,16 +257,29 @@ class Beliefs:
             return "fallback"
         return self.state(worker.name)
 
+    def _turns_over(self, prompt: Prompt, worker: Worker) -> bool:
+        """What waits at the worker drops what its cache holds now and nobody asked for lately."""
+        most = TURNOVER * cache_tokens(worker, prompt.model)
+        return 0 < most < worker.pending_tokens and self._history.full(worker.name)
+
     def _leading(self, prompt: Prompt, size: int, names: Sequence[str]) -> tuple[int, ...]:
         return self.blocks.match_with(chain_of(prompt, size), names, self._expected.holders)
 
-    def placed(self, prompt: Prompt, worker: Worker, now_s: float, computed_s: float) -> None:
-        """The prompt goes there and should be computed in so many seconds."""
+    def placed(
+        self, prompt: Prompt, worker: Worker, now_s: float, computed_s: float
+    ) -> Callable[[], None] | None:
+        """The prompt goes there and should be computed in so many seconds. What to call when it is,
+        or never will be; None: nothing is expected."""
         self._expected.sweep(now_s)
         size = self.blocks.block_size(worker.name)
-        if prompt.ids is not None and size and self.state(worker.name) != "fallback":
-            chain = chain_of(prompt, size)
-            self._expected.expect(worker.name, chain, now_s + computed_s + EXPECTED_S)
+        if prompt.ids is None or not size or self.state(worker.name) == "fallback":
+            return None
+        chain, until_s = chain_of(prompt, size), now_s + computed_s + EXPECTED_S
+        self._expected.expect(worker.name, chain, until_s)
+        return partial(self._computed, worker.name, chain, until_s)
+
+    def _computed(self, name: str, chain: Sequence[int], promised_s: float) -> None:
+        self._expected.come(name, chain, promised_s, time.monotonic() + EVENTS_S)
 
 
 def chain_of(prompt: Prompt, block_tokens: int) -> list[int]:
@@ -267,6 +304,12 @@ def card_of(worker: Worker, model: str) -> _Card:
 
 
 _NOTHING = _Card()
+
+
+def cache_tokens(worker: Worker, model: str) -> int:
+    """Size of its KV cache, as the operator or its card says; 0 = not known."""
+    said = worker.spec.cache_tokens or card_of(worker, model).kv_tokens
+    return said if isinstance(said, int) and said > 0 else 0
 
 
 def event_source(worker: Worker) -> EventSource | None:

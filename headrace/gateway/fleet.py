@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from headrace.errors import HeadraceError, NotFound, NoWorker, TargetMissed
-from headrace.gateway.beliefs import Beliefs
+from headrace.gateway.beliefs import Beliefs, cache_tokens
 from headrace.gateway.board import Board
 from headrace.gateway.event_feed import State
 from headrace.gateway.kept import Kept
@@ -147,7 +147,7 @@ class Fleet:
                 worker, prompt.prompt_tokens, uncached, self._placed, now_s, not prompt.streams
             )
             computed_s = predicted_ttft_s(view.workers[choice.index], uncached, self.knobs)
-            self._will_hold(worker, prompt, now_s, computed_s)
+            lease.computed = self._will_hold(worker, prompt, now_s, computed_s)
         else:
             lease = Lease(worker, 0, 0, self._placed, now_s)
             lease.begin(now_s)
@@ -191,14 +191,16 @@ class Fleet:
             raise NoRoom("the worker has as many requests as it takes at once")
         return worker
 
-    def _will_hold(self, worker: Worker, prompt: Prompt, now_s: float, computed_s: float) -> None:
-        """The prompt went there and should be computed after so many seconds."""
-        if worker.spec.cache_tokens:
-            most = int(worker.spec.cache_tokens / prompt.chunk_tokens)
+    def _will_hold(
+        self, worker: Worker, prompt: Prompt, now_s: float, computed_s: float
+    ) -> Callable[[], None] | None:
+        """The prompt went there and should be computed after so many seconds. See
+        `Beliefs.placed`."""
+        if tokens := cache_tokens(worker, prompt.model):
+            most = int(tokens / prompt.chunk_tokens)
             self.index.set_capacity(worker.name, max(1, most))
         self.index.insert(prompt.chain, worker.name, prompt.fine_chunks)
-        if prompt.ids is not None:
-            self.beliefs.placed(prompt, worker, now_s, computed_s)
+        return self.beliefs.placed(prompt, worker, now_s, computed_s)
 
     def _left_out(
         self, prompt: Prompt, free: Collection[Worker], now_s: float

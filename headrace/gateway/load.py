@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 RATE_SHARE = 0.1  # of a new measurement in the prefill rate, the older ones keep the rest
 MIN_RATE_TOKENS = 256  # shorter work measures latency, not rate
 
@@ -84,6 +86,7 @@ class Lease:
     __slots__ = (
         "_before_tokens",
         "_begun",
+        "computed",
         "prompt_tokens",
         "silent",
         "since_s",
@@ -105,11 +108,13 @@ class Lease:
         self.worker, self.since_s = worker, now_s
         self.prompt_tokens, self.uncached_tokens = prompt_tokens, uncached_tokens
         self._begun = False
+        self.computed: Callable[[], None] | None = None  # called once: at its first token, or end
         worker.added(self, number)
         self._before_tokens = worker.left_tokens(now_s) if silent else 0
 
     def begin(self, now_s: float) -> None:
         """The first token came. A second call, or one behind the end, does nothing."""
+        self._tell_computed()
         if self._begun or self not in self.worker.leases:
             return
         self._begun = True
@@ -127,5 +132,11 @@ class Lease:
 
     def end(self) -> None:
         """It left, one way or another. A second call does nothing."""
+        self._tell_computed()
         if self in self.worker.leases:
             self.worker.removed(self)
+
+    def _tell_computed(self) -> None:
+        if self.computed is not None:
+            tell, self.computed = self.computed, None
+            tell()

@@ -147,6 +147,10 @@ class PrefixIndex(Holders):
         self._capacity[name] = capacity_chunks
         self._shrink(name)
 
+    def full(self, name: str) -> bool:
+        """As much went to `name` as its cache holds: what is not here must make room for it."""
+        return 0 < self._capacity[name] <= self._units[name] + COARSE
+
     def remove_worker(self, name: str) -> None:
         """`name` is gone."""
         self.forget(name)

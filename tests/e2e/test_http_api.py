@@ -258,6 +258,7 @@ def test_models_version_and_ids(server: Server) -> None:
     status, models = server.get("/v1/models")
     assert status == 200
     assert [card["id"] for card in models["data"]] == ["fake"]
+    assert models["data"][0]["kv_tokens"] >= MAX_MODEL_LEN
     assert server.get("/v1/models/fake") == (200, models["data"][0])
     assert server.get("/v1/models/other/name")[0] == 404
     for path, meant in (("/models", "/v1/models"), ("/v1/metrics", "/metrics"), ("/x", "/openapi")):
