@@ -205,7 +205,8 @@ _MOST_BATCH = 1 << 16
 
 
 def _sized(spec: ModelSpec, weights: str, stored: int, kv_dtype: str) -> tuple[Shape, int]:
-    """The model's shape with the widths of its elements, and the bytes of all its weights."""
+    """The model's shape with the widths of its elements, and the bytes of its weights in the
+    device's memory."""
     shape, counts = shape_of(spec), parameters(spec)
     if weights == AS_STORED:
         layers = vocabulary = stored / counts.total  # of a mixed file the mean
@@ -213,6 +214,7 @@ def _sized(spec: ModelSpec, weights: str, stored: int, kv_dtype: str) -> tuple[S
     else:
         layers, vocabulary = WEIGHT_BYTES[weights]
         size = counts.weight_bytes(weights)
+    size -= int(counts.apart * layers)
     kv_bytes = sum(group.bytes_per_token for group in kv_groups(spec, *KV_BYTES[kv_dtype]))
     sized = msgspec.structs.replace(
         shape,

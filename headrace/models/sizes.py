@@ -67,6 +67,7 @@ class Parameters(msgspec.Struct, frozen=True):
     total: int
     active: int
     vocabulary: int  # of embedding and output layer
+    apart: int = 0  # of tables in slower memory, of which a step reads rows: see `Slot.mapped`
 
     def weight_bytes(self, kind: str) -> int:
         """In one of WEIGHT_BYTES."""
@@ -76,16 +77,17 @@ class Parameters(msgspec.Struct, frozen=True):
 
 def parameters(spec: ModelSpec) -> Parameters:
     """Of the tensors that a checkpoint of the model has and that are read."""
-    total = vocabulary = 0
+    total = vocabulary = apart = 0
     for slot in slots_of(spec):
         if not slot.parameter or not slot.hf:
             continue
         size = math.prod(slot.shape)
         total += size
         vocabulary += size if slot.parameter.startswith(VOCABULARY) else 0
+        apart += size * slot.mapped
     spared = 0
     if spec.experts is not None:
         layers = sum(kind.mlp == "experts" for kind in spec.every_layer())
         matrices = 3 * spec.hidden * spec.experts.ffn
         spared = layers * (spec.experts.count - spec.experts.chosen) * matrices
-    return Parameters(total, total - spared, vocabulary)
+    return Parameters(total, total - spared, vocabulary, apart)

@@ -15,6 +15,7 @@ from headrace.accelerators import ACCELERATORS, Accelerator, processor
 from headrace.cli.main import cli, main
 from headrace.errors import ConfigError
 from headrace.models.shape import shape_of
+from headrace.models.sizes import parameters
 from headrace.models.spec import from_hf
 from headrace.planning import AS_STORED, Planner
 from tests.unit.test_inspect import GEMMA3, LLAMA_8B, QWEN3_30B, folder
@@ -36,6 +37,21 @@ def test_a_decode_step_by_hand(tmp_path: Path) -> None:
     assert one.tokens_per_s == pytest.approx(4 / one.limit.seconds)
     assert one.cost_per_million == pytest.approx(one.limit.seconds / 4 * 1e6 * 0.001)
     assert one.fits
+
+
+def test_rows_in_slower_memory_take_no_room(tmp_path: Path) -> None:
+    """Gemma 3n's vectors of each token and layer."""
+    gemma = {
+        "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 10, "hidden_size": 256,
+        "intermediate_size": 512, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 1000,
+    }  # fmt: skip
+    rows = 1000 * 10 * 256
+    files = folder(tmp_path, gemma)
+    assert parameters(from_hf(gemma)).apart == rows
+    every = parameters(from_hf(gemma)).total
+    assert Planner(files, ROUND).plan([1], [1], [1]).weight_bytes == 2 * (every - rows)
+    int8 = Planner(files, ROUND, weights="int8").plan([1], [1], [1]).weight_bytes
+    assert int8 == parameters(from_hf(gemma)).weight_bytes("int8") - rows * 34 // 32
 
 
 def test_a_prompt_by_hand(tmp_path: Path) -> None:
