@@ -110,6 +110,18 @@ def test_the_gateway_beside_its_peers() -> None:
     ):
         found = [float(row(table, where)[at]) for at in mine]
         assert row(README, name) == [f"{value:.{digits}f}" for value in found]
+    page = " ".join((ROOT / "docs" / "gateway.md").read_text().split())
+    short, chunks, p50, long, start, end, first = (
+        row(table, name)[cells(columns).index("headrace token_cost")]
+        for name in (
+            "CPU s/1000, 64 at once", "CPU s/1000 chunks", "added p50 ms, 300/s",
+            "added p50 ms, 64k prompts", "MiB at start", "MiB, all of them",
+            "added TTFT p50 ms, streams",
+        )
+    )  # fmt: skip
+    assert f"{short} and {chunks} CPU seconds, {p50} ms and {long} ms; {start} MiB" in page
+    assert f"{end} after 20 000 unique prompts" in page
+    assert f"their first token {float(first):.1f} ms later" in page
 
 
 @pytest.mark.parametrize("which", ["distinct", "single"])
