@@ -107,7 +107,8 @@ def check(spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, dtype: str
 def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> None:
     """Leave what may stay in the checkpoint there, and drop it from `by_name`: a view of the file,
     whose pages the system reads as rows are used, and may forget. A GPU reads no such pages."""
-    if model.embed.weight.is_cuda or not isinstance(checkpoint, SafetensorsFolder):
+    on_gpu = any(one.is_cuda for one in model.parameters())
+    if on_gpu or not isinstance(checkpoint, SafetensorsFolder):
         return
     for name in [name for name, slot in by_name.items() if slot.mapped]:
         _put(model, by_name.pop(name), checkpoint.mapped(name))
@@ -126,12 +127,13 @@ def _put(model: Decoder, slot: Slot, values: torch.Tensor) -> None:
 
 
 def fill_dummy(model: Decoder, slots: list[Slot]) -> None:
-    """Random weights (normal, std 0.02; norms are 1), drawn where the embedding is.
+    """Random weights (normal, std 0.02; norms are 1), drawn where those are that steps read whole.
 
     The same on every run on one kind of device.
     """
     parameters = dict(model.named_parameters())
-    device = model.embed.weight.device
+    read_whole = (slot.parameter for slot in slots if slot.parameter and not slot.mapped)
+    device = parameters[next(read_whole)].device
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for slot in slots:
         if not slot.parameter:
