@@ -45,18 +45,22 @@ class Arranged:
         return one.how == "mxfp4" and all(one.source + suffix in names for suffix in _PACKED)
 
     def _fits(self, one: Derived) -> bool:
-        """Whether the source has the elements that the derived one is made of."""
+        """Whether the source has the axes and elements that the derived one is made of."""
+        tensors, shape = self._inner.tensors, one.shape
         if self._packed(one):
-            blocks = self._inner.tensors[one.source + "_blocks"].shape
-            return blocks[0] * blocks[1] == one.shape[0] and blocks[2] * 32 == one.shape[1]
-        stored = self._inner.tensors[one.source].shape
+            blocks, scales = (tensors[one.source + suffix].shape for suffix in _PACKED)
+            whole = len(scales) == 3 and blocks == (*scales, 16)
+            return whole and shape == (scales[0] * scales[1], scales[2] * 32)
+        stored = tensors[one.source].shape
+        if len(stored) != len(shape) + (one.how not in ("rows", "columns")):
+            return False
         if one.how == "rows":
-            return one.start + one.shape[0] <= stored[0] and one.shape[1:] == stored[1:]
+            return one.start + shape[0] <= stored[0] and shape[1:] == stored[1:]
         if one.how == "columns":
-            return one.start + one.shape[1] <= stored[1] and one.shape[0] == stored[0]
+            return one.start + shape[1] <= stored[1] and shape[0] == stored[0]
         if one.how == "flat":
-            return one.shape == (stored[0] * stored[1], *stored[2:])
-        return one.shape == (stored[0] * stored[2], stored[1])
+            return shape == (stored[0] * stored[1], *stored[2:])
+        return shape == (stored[0] * stored[2], stored[1])
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis, a plain float type. Raises ModelError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from headrace.backends.choose import settled
 from headrace.config import Settings, load
@@ -211,6 +212,26 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
         assert ("model.norm.weight" in caught.value.message) == (dtype == "float16")
     with pytest.raises(ConfigError, match="check_weights"):
         load({"check_weights": True, "load_format": "dummy"}, {})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales"),
+    [((4, 96, 2, 16), (4, 96, 1)), ((4, 96, 32), (4, 96, 2)), ((4, 96, 2, 8), (4, 96, 2))],
+    ids=["too-few-scales", "blocks-of-three-axes", "half-a-block"],
+)
+def test_packed_blocks_of_another_shape_are_named(
+    tmp_path: Path, blocks: tuple[int, ...], scales: tuple[int, ...]
+) -> None:
+    """MXFP4 in a stranger's file: what the derived tensor is made of may have any shape."""
+    _, files = families.save("gpt-oss", tmp_path, hidden_size=64, intermediate_size=48)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert tensors.pop(name).shape == (4, 64, 96)
+    tensors[name + "_blocks"] = torch.zeros(blocks, dtype=torch.uint8)
+    tensors[name + "_scales"] = torch.zeros(scales, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=re.escape(name)):
+        load_runner(cpu(), files, lambda name, seconds: None)
 
 
 # ---------------------------------------------------------------- memory
