@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -237,8 +238,17 @@ def workload_of(asked: dict[str, Any]) -> Workload:
 
 
 def base_of(url: str) -> str:
-    """The server's address as the load generator takes it: OpenAI's clients want /v1 behind it."""
-    return url.rstrip("/").removesuffix("/v1")
+    """The server's address as the load generator takes it: OpenAI's clients want /v1 behind it,
+    people leave out http://. Raises ConfigError for what is no address."""
+    whole = url if "//" in url else "http://" + url
+    try:
+        parts = urlsplit(whole)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, brackets that do not close
+        known = False
+    if not known:
+        raise ConfigError(f"--url {url!r}: http://HOST:PORT or https://HOST:PORT", param="url")
+    return whole.rstrip("/").removesuffix("/v1")
 
 
 @click.group("bench", invoke_without_command=True)

@@ -469,5 +469,8 @@ def test_compare_refuses_what_is_no_report(tmp_path: Any) -> None:
 
 
 def test_the_address_that_other_clients_want_will_do() -> None:
-    for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
+    for url in ("a:1", "http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
         assert base_of(url) == "http://a:1"
+    for url in ("ftp://a", "http://", "", "http://a:x", "http://[::1"):
+        with pytest.raises(ConfigError, match="--url"):
+            base_of(url)
