@@ -79,6 +79,7 @@ def qkv_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     NORMED: tl.constexpr,
+    V_NORMED: tl.constexpr,
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
     STAGGER: tl.constexpr,
@@ -120,11 +121,12 @@ def qkv_kernel(
     if NORMED:
         tl.static_assert(BN == D, "a group is a head")
         factor = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / D + head_eps)[:, None]
-        normed_too = tl.program_id(0) < HEADS + KV_HEADS  # values are not
+        gained = tl.program_id(0) < HEADS + KV_HEADS  # values have no weight
+        of_values = factor if V_NORMED else 1.0
         own_gain = q_gain if tl.program_id(0) < HEADS else k_gain
-        low *= tl.where(normed_too, factor * tl.load(own_gain + i).to(tl.float32)[None, :], 1.0)
+        low *= tl.where(gained, factor * tl.load(own_gain + i).to(tl.float32)[None, :], of_values)
         high *= tl.where(
-            normed_too, factor * tl.load(own_gain + i + HALF).to(tl.float32)[None, :], 1.0
+            gained, factor * tl.load(own_gain + i + HALF).to(tl.float32)[None, :], of_values
         )
     if EARLY > 0 or BM > 32:
         angle = position[:, None].to(tl.int64) * HALF + i[None, :]
@@ -166,6 +168,7 @@ def qkv(
     heads: int,
     norm: Norm | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    v_eps: float = 0.0,
     q: Tensor | None = None,
     config: Config,
     workspace: Workspace | None = None,
@@ -176,7 +179,8 @@ def qkv(
     cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
     layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
     norms = (weight of q [d], of k [d], eps): each head of q and of k goes through an RMSNorm before
-    it is turned; config.block_n is d then. The other arguments as in `linear`.
+    it is turned; config.block_n is d then. v_eps: of v's norm, which has no weight and comes beside
+    norms of the same eps; 0 = there is none. The other arguments as in `linear`.
     """
     check(x, weight, norm)
     (m, hidden), (_, kv_heads, block_size, d) = x.shape, k.shape
@@ -191,13 +195,14 @@ def qkv(
         assert config.block_n == d, f"{config.block_n} rows a program, a head has {d}"
         check_output(q_gain, (d,))
         check_output(k_gain, (d,))
+    assert v_eps in (0.0, head_eps), "norms of a head have one eps"
     launch(qkv_kernel, (tiles, config.split_k),
         x, weight, x if bias is None else bias, gain, q_gain, k_gain,
         columns.rows, columns.positions, columns.writes, columns.tables, cos, sin, q, k, v,
         *scratch(x, tiles, config, workspace), m, columns.tables.stride(0), eps, head_eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, K=hidden,
         BM=block_m(m), BN=config.block_n, BK=columns_a_turn(x, config), SPLIT=config.split_k,
-        BIAS=bias is not None, NORM=fold, NORMED=norms is not None,
+        BIAS=bias is not None, NORM=fold, NORMED=norms is not None, V_NORMED=v_eps > 0,
         PREFETCH=prefetch_bytes(weight, config, with_pdl),
         EARLY=early_columns(x, config), STAGGER=staggers(config, fold), THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **pdl.options(with_pdl),
@@ -218,8 +223,9 @@ def qkv_reference(
     heads: int,
     norm: Norm | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    v_eps: float = 0.0,
 ) -> Tensor:
     """The same in float64 (k and v are written in their own dtype)."""
     y = norm_reference(x, norm) @ weight.double().T
     y = y if bias is None else y + bias.double()
-    return rotary_write_reference(y, columns, cos, sin, k, v, heads, norms=norms)
+    return rotary_write_reference(y, columns, cos, sin, k, v, heads, norms=norms, v_eps=v_eps)

@@ -67,6 +67,7 @@ def changes_of(name: str) -> dict[str, Any]:
         changes["intermediate_size"] = [24, 20, 24, 24]
         changes["activation_sparsity_pattern"] = [0.8, 0.0, 0.0, 0.5]
         changes["vocab_size_per_layer_input"] = 30
+        changes["head_dim"] = 16  # a program of q, k and v may take a head
     kind = name.removeprefix("llama-")
     if kind in _KINDS:
         changes["rope_parameters"] = _KINDS[kind] | (

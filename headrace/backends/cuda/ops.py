@@ -109,6 +109,7 @@ class CudaOps:
         self._place, self._columns, self._ids = place, columns, ids
         self._attention, self._wanted = attention, wanted
         self._tokens, self._rows = ids.shape[0], columns.rows
+        self._at_hand: tuple[Tensor, Norm] | None = None  # what `residual` left normed, for `qkv`
 
     def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
         n, k = weight.shape
@@ -119,6 +120,9 @@ class CudaOps:
         return {"config": config, "workspace": place.workspace, "with_pdl": place.pdl}
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        if self._at_hand is not None and self._at_hand[0] is x and self._at_hand[1] is norm:
+            return self._place.buffers.normed[: x.shape[0]]
+        self._at_hand = None
         out, with_pdl = self._place.buffers.normed[: x.shape[0]], self._place.pdl
         if isinstance(norm, RMSNorm):
             return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=with_pdl)
@@ -170,10 +174,12 @@ class CudaOps:
             q_norm = attention.q_norm
             k_norm = attention.k_norm or q_norm  # of no use to a layer without keys
             norms = q_norm.weight, k_norm.weight, q_norm.eps
-        special = attention.clip or attention.v_eps or turn.by_token
-        plain = not special and attention.rope != "none"
+        plain = not (attention.clip or turn.by_token) and attention.rope != "none"
         config = self._config("qkv", n, weights.weight)
-        fits = norms is None or (config is not None and config.block_n == out.shape[2])
+        if norms is None:
+            fits = not attention.v_eps
+        else:
+            fits = config is not None and config.block_n == out.shape[2]
         if config is not None and fits and plain and attention.own:
             y, gain = self._taken(x, norm)
             return qkv(
@@ -188,6 +194,7 @@ class CudaOps:
                 heads=out.shape[1],
                 norm=gain,
                 norms=norms,
+                v_eps=attention.v_eps,
                 q=out,
                 **self._options(config),
             )
@@ -316,7 +323,7 @@ class CudaOps:
     ) -> Tensor:
         """x + post(linear(y)), in place."""
         weight, bias, with_pdl = weights.weight, weights.bias, self._place.pdl
-        added = self._place.buffers.normed[: x.shape[0]]
+        added, self._at_hand = self._place.buffers.normed[: x.shape[0]], None
         if config is not None:
             linear(y, weight, bias=bias, out=added, **self._options(config))
         elif bias is None:
@@ -433,6 +440,7 @@ class CudaOps:
     def residual(self, block: AltUpBlock, x: Tensor) -> Tensor:
         """-> [T, hidden]."""
         normed, norm = self._normed(x, block.attn_norm), block.laurel_norm
+        self._at_hand = x, block.attn_norm
         low = self._product(self._product(normed, block.laurel_left), block.laurel_right)
         gain, with_pdl = (norm.weight, norm.eps), self._place.pdl
         return altup.residual(normed, low, gain, 0.5**0.5, with_pdl=with_pdl)
