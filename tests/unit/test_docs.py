@@ -130,3 +130,18 @@ def test_the_pages_of_plan_and_ablate(command: click.Command) -> None:
         words = shlex.split(line.partition(" #")[0])
         assert words[:2] == ["headrace", command.name]
         assert command.make_context(str(command.name), words[2:])
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    named = {
+        found
+        for page in pages
+        for found in re.findall(r"`(tests/\S+\.py)::(\w+)`", page.read_text())
+    }
+    assert len(named) > 10
+    for file, name in named:
+        assert re.search(rf"^(async )?(def|class) {name}\b", (root / file).read_text(), re.M), (
+            f"{file} has no {name}"
+        )
