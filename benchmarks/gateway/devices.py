@@ -57,7 +57,7 @@ from headrace.sim.device import H100_14B, Device
 from tests.e2e.serve_process import ServeProcess
 
 RESULTS = Path(__file__).parents[1] / "results"
-POLICIES = ("token_cost", "prefix_affinity", "least_requests", "round_robin", "p2c")
+POLICIES = ("token_cost", "prefix_affinity", "least_requests", "round_robin", "random")
 PREFIXES = 12  # a worker
 KV_SHARE = 1.3  # a worker's cache over its share of the shared prefixes
 KV_BLOCK = 16  # tokens

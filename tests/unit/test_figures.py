@@ -124,6 +124,24 @@ def test_the_gateway_beside_its_peers() -> None:
     assert f"their first token {float(first):.1f} ms later" in page
 
 
+def test_the_gateway_before_two_gpus() -> None:
+    """Each cell of the page is TTFT and hits of one run."""
+    file = RESULTS / "gateway-devices-2026-11-28.json"
+    runs = {
+        (p["router"], p["policy"], p["workload"], p["load"]): p
+        for p in json.loads(file.read_text())["points"]
+    }
+    page = MEASURED.split("## The gateway before two GPUs")[1].split("\n## ")[0]
+    policies = list(dict.fromkeys(p for _, p, _, _ in runs))
+    places = [(w, load) for w in ("shared prefixes", "conversations") for load in (0.9, 2.0)]
+    for name, router, policy in (
+        *((p, "headrace", p) for p in policies),
+        ("the simulator, of token_cost", "", "token_cost"),
+    ):
+        found = [runs[router, policy, *place] for place in places]
+        assert row(page, name) == [f"{p['ttft_mean_s']:.3f} / {p['hit_share']:.0%}" for p in found]
+
+
 @pytest.mark.parametrize("which", ["distinct", "single"])
 def test_batching_against_one_at_a_time(which: str) -> None:
     """Throughput, latencies and cores of each level, the naive server's before headrace's."""
