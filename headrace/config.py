@@ -34,7 +34,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 SomeSeconds = Annotated[float, Meta(gt=0)]
 ToolParser = Literal["auto", "none", "hermes", "llama", "mistral", "mistral-args", "pythonic"]
-PrefillAttention = Literal["auto", "triton", "cudnn", "flashinfer"]
+PrefillAttention = Literal["auto", "triton", "cudnn", "flash", "flashinfer"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -155,8 +155,8 @@ HELP: Mapping[str, str] = {
     "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "
     "on a GPU from --gpu-memory-utilization",
     "prefill_attention": "cuda backend: attention of prompts in steps too large for a graph by "
-    "triton, cudnn (long first chunks; else triton) or flashinfer (a package that is not brought "
-    "along); auto = cudnn where it can, else triton",
+    "triton, cudnn (long first chunks; else triton), flash or flashinfer (packages that are not "
+    "brought along); auto = flash where it is installed, else cudnn where it can, else triton",
     "cuda_graphs": "cuda backend: steps of usual sizes are replayed as graphs; off: kernel by "
     "kernel, to see what graphs are worth",
     "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "

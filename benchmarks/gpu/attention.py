@@ -1,12 +1,13 @@
 """Attention kernels on this card: decode against the copy rate, prefill in TFLOP/s.
 
-    python -m benchmarks.gpu.attention [--part decode|prefill|flashinfer|all]
+    python -m benchmarks.gpu.attention [--part decode|prefill|flash|flashinfer|all]
 
 Decode: microseconds a call and bytes of K and V a second, inside a CUDA graph of several calls over
 different blocks of one pool, after the cache of the card was overwritten. Prefill: our Triton
-kernel against torch's flash and cuDNN attention over gathered K and V (`dense`). FlashInfer (not
-part of all: it must be installed, and compiles for minutes): against our kernel and cuDNN, and the
-time its plan, one a step, takes the host. Every figure's outputs are first compared with plain
+kernel against torch's flash and cuDNN attention over gathered K and V (`dense`). FlashAttention 3
+and FlashInfer (no part of all: they must be installed, and FlashInfer compiles for minutes):
+against our kernel and cuDNN, and the time their plan, one a step, takes the host.
+Every figure's outputs are first compared with plain
 torch in float64. Heads as in a 14B model: 40 query heads, 8 KV heads of 128, bfloat16, blocks of
 16. Candidates of attention_configs.py are timed on some shapes; all are compiled first, in
 parallel.
@@ -29,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.backends.cuda.flashinfer_chunks import FlashInferChunks, unsupported
+from headrace.backends.cuda import flash_chunks, flashinfer_chunks
+from headrace.backends.cuda.chunk_library import ChunkLibrary
 from headrace.kernels.attention import attend_reference, cached
 from headrace.kernels.attention_configs import (
     DECODE_CANDIDATES,
@@ -63,6 +65,7 @@ SPANS = {
     "256 x (0 + 32)": [(0, 32)] * 256,
     "896 at 4096, 32 decodes at 4200": [(4096, 896), *[(4200, 1)] * 32],
 }
+LIBRARIES = ("flash", "flashinfer")
 RIVALS = ("0 + 8000", "4096 + 896", "7168 + 896", "4 x (0 + 2048)", "256 x (0 + 32)")
 ERROR_LIMIT = 1e-2  # ||out - reference|| / ||reference|| in bfloat16
 
@@ -229,43 +232,58 @@ def parts_of(spans: list[tuple[int, int]]) -> list[Span]:
     return [Span(i, s, c, sum(counts[:i])) for i, (s, c) in enumerate(spans)]
 
 
-class FlashInferRun:
-    """A step's chunks by FlashInfer, plan included; `plans_us` holds what those took the host."""
+def library_of(name: str, bench: Bench, tokens: int) -> ChunkLibrary:
+    """For steps of `tokens` tokens. Exits where it cannot be had."""
+    module = {"flash": flash_chunks, "flashinfer": flashinfer_chunks}[name]
+    if why_not := module.unsupported(DTYPE, HEAD_DIM, bench.device):
+        raise SystemExit(f"{name}: {why_not}")
+    heads = (HEADS, KV_HEADS, HEAD_DIM, SCALE, DTYPE, bench.device)
+    if name == "flash":
+        return flash_chunks.FlashChunks(tokens, *heads)
+    return flashinfer_chunks.FlashInferChunks(*heads)
 
-    def __init__(self, bench: Bench, spans: list[tuple[int, int]]) -> None:
+
+class LibraryRun:
+    """A step's chunks by a library, plan included; `plans_us` holds what those took the host."""
+
+    def __init__(self, name: str, bench: Bench, spans: list[tuple[int, int]]) -> None:
         self._bench, self._parts = bench, parts_of(spans)
-        self._chunks = FlashInferChunks(HEADS, KV_HEADS, HEAD_DIM, SCALE, DTYPE, bench.device)
+        self._library = library_of(name, bench, sum(count for _, count in spans))
         begun = time.perf_counter()
-        self._chunks.prepare(bench.k, bench.v, bench.tables(len(spans), max(map(sum, spans)), 1)[0])
+        tables = bench.tables(len(spans), max(map(sum, spans)), 1)[0]
+        made_of = self._library.prepare(bench.k, bench.v, tables)
         self.ready_s = time.perf_counter() - begun
-        self.name = f"flashinfer {self._chunks.kernel}, plan included"
+        self.name = f"{name}: {made_of}; plan included"
+        self.left = len(self._library.plan(self._parts, tables)[1])
         self.plans_us: list[float] = []
 
     def __call__(self, q: Tensor, tables: Tensor, out: Tensor) -> None:
         begun = time.perf_counter()
-        planned = self._chunks.plan(self._parts, tables)
+        planned, _ = self._library.plan(self._parts, tables)
         self.plans_us.append((time.perf_counter() - begun) * 1e6)
+        assert planned is not None, "a library that leaves chunks is not timed"
         planned.attend(q, self._bench.k, self._bench.v, out)
 
 
-def measure_flashinfer(bench: Bench) -> list[Row]:
+def measure_library(name: str, bench: Bench) -> list[Row]:
     """Beside our kernel and cuDNN."""
-    if why_not := unsupported(DTYPE, HEAD_DIM, bench.device):
-        raise SystemExit(f"FlashInfer: {why_not}")
     rows: list[Row] = []
-    for name in RIVALS:
-        spans = SPANS[name]
+    for shown in RIVALS:
+        spans = SPANS[shown]
         ways: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {}
         ways["triton"] = triton_run(bench, spans, prefill_config(DTYPE, HEAD_DIM), True)
         if len(spans) == 1:
             ways["dense cudnn"] = dense_run(bench, spans, cudnn)
-        rival = FlashInferRun(bench, spans)
+        rival = LibraryRun(name, bench, spans)
+        if rival.left:
+            print(f"prefill {shown:32} {rival.name} leaves {rival.left} of {len(spans)} chunks")
+            continue
         ways[rival.name] = rival
         for way, run in ways.items():
             ms, _ = bench.time_prefill(spans, run)
             rate = floating_operations(spans) / ms / 1e9
-            rows.append({"spans": name, "way": way, "ms": ms, "TFLOP/s": rate})
-            print(f"prefill {name:32} {way:32} {ms:8.3f} ms {rate:6.1f} TFLOP/s", flush=True)
+            rows.append({"spans": shown, "way": way, "ms": ms, "TFLOP/s": rate})
+            print(f"prefill {shown:32} {way:32} {ms:8.3f} ms {rate:6.1f} TFLOP/s", flush=True)
         rows[-1] |= {"plan_us": statistics.median(rival.plans_us), "ready_s": rival.ready_s}
         print(f"  plan {rows[-1]['plan_us']:.0f} us, prepared in {rival.ready_s:.1f} s", flush=True)
     return rows
@@ -337,9 +355,10 @@ def compile_all(part: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["decode", "prefill", "flashinfer", "all"], default="all")
+    parts = ["decode", "prefill", *LIBRARIES, "all"]
+    parser.add_argument("--part", choices=parts, default="all")
     part = parser.parse_args().part
-    if part != "flashinfer":
+    if part not in LIBRARIES:
         compile_all(part)
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -352,8 +371,8 @@ def main() -> None:
         report["decode"] = measure_decode(bench, copy)
     if part in ("prefill", "all"):
         report["prefill"] = measure_prefill(bench)
-    if part == "flashinfer":
-        report["flashinfer"] = measure_flashinfer(bench)
+    if part in LIBRARIES:
+        report[part] = measure_library(part, bench)
     if folder := os.environ.get("OUT"):
         (Path(folder) / "attention.json").write_text(json.dumps(report, indent=1))
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from headrace.backends.cuda.attention import check_choice
+from headrace.backends.cuda.chunk_choice import check_choice
 from headrace.backends.cuda.device import find_card, native_bfloat16
 from headrace.backends.cuda.ops import COMPUTES
 from headrace.config import Settings

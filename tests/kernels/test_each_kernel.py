@@ -26,6 +26,7 @@ from tests.kernels import (
     test_edited,
     test_elementwise,
     test_experts,
+    test_flash_chunks,
     test_gather,
     test_latent,
     test_linear,
@@ -70,6 +71,7 @@ CASES: dict[str, Case] = {
         [(20, 7), (37, 1)], d=80, dtype=DTYPE
     ),
     "_gather_kernel": lambda on: test_dense_prefill.test_gather(DTYPE, 80, 29),
+    "_gather_keys_kernel": lambda on: test_flash_chunks.test_gather_keys(DTYPE, 80),
     "_merge_kernel": lambda on: test_dense_prefill.test_merge(DTYPE, 7, 5, 80),
     "expert_gate_up_kernel expert_down_kernel combine_kernel": lambda on: test_experts.test_layer(
         "odd", DTYPE, on

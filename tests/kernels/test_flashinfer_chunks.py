@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.backends.cuda import flashinfer_chunks
-from headrace.backends.cuda.attention import Attention, check_choice
+from headrace.backends.cuda.attention import Attention
+from headrace.backends.cuda.chunk_choice import check_choice
 from headrace.backends.cuda.device import Card
 from headrace.backends.cuda.flashinfer_chunks import FlashInferChunks, unsupported
 from headrace.config import PrefillAttention, Resolved
@@ -102,9 +103,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_flashinfer(step: Step) -> FlashInferChunks:
     spec, attention = step.spec, step.attention
     shape = (spec.heads, spec.kv_heads, spec.head_dim)
-    attention.dense = None
-    attention.paged = FlashInferChunks(*shape, attention.scale, step.dtype, DEVICE)
-    return attention.paged
+    chunks = FlashInferChunks(*shape, attention.scale, step.dtype, DEVICE)
+    attention.choice.dense, attention.choice.library = None, chunks
+    return chunks
 
 
 @pytest.mark.skipif(CUDA, reason="the package itself is tried on the card")
@@ -196,7 +197,7 @@ def test_where_nvcc_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not flashinfer_chunks._has_nvcc()
 
 
-@pytest.mark.parametrize("choice", ["cudnn", "flashinfer"])
+@pytest.mark.parametrize("choice", ["cudnn", "flash", "flashinfer"])
 def test_a_choice_that_cannot_be_is_refused(choice: PrefillAttention) -> None:
     with pytest.raises(ConfigError, match=f"prefill_attention = {choice}.*float32") as raised:
         check_choice(choice, torch.float32, 128, DEVICE)
@@ -214,7 +215,7 @@ def test_a_package_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_auto_leaves_an_installed_package_alone_and_says_so(stand_in: None) -> None:
     step = Step([(0, 9)], spec_of(2, 1, 16), torch.float32)
-    assert step.attention.paged is None
+    assert step.attention.choice.library is None
     cache = step.cache
     chosen = step.attention.prepare(cache.k, cache.v, cache.tables)
     assert chosen.value == "triton"
@@ -239,7 +240,8 @@ def test_the_setting_decides(stand_in: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("value", "kernels"), [("triton", "triton"), ("flashinfer", "triton+flashinfer")]
+    ("value", "kernels"),
+    [("triton", "triton"), ("flash", "triton+flash"), ("flashinfer", "triton+flashinfer")],
 )
 def test_the_choice_is_a_metric(value: str, kernels: str) -> None:
     card = Card("x", 0, 1, 132, (9, 0))

@@ -87,7 +87,7 @@ class Step:
         dense = DenseChunks(sizes, *shape, self.attention.scale, self.dtype, DEVICE, attend)
         dense._buffer.k.fill_(torch.nan)
         dense._buffer.v.fill_(torch.nan)
-        self.attention.dense = dense
+        self.attention.choice.dense = dense
         return dense
 
     def run(self) -> int:
@@ -144,7 +144,7 @@ def test_only_prepared_sizes_go_dense() -> None:
     assert step.run() == 0, "nothing is prepared"
     dense.prepare(step.cache.k, step.cache.v, step.cache.tables)
     assert step.run() == 2
-    assert step.attention.dense is dense
+    assert step.attention.choice.dense is dense
 
 
 @pytest.mark.skipif(

@@ -2,27 +2,24 @@
 
 Single tokens are queries of their own: decode rows, and in a graph the tokens of short prompts too.
 Rows that bring several tokens are chunks, which share the keys they read; the first chunk of a long
-prompt goes to cuDNN where `Attention.prepare` has planned its size (`dense_chunks`), or all go to
-FlashInfer where that is asked for (`flashinfer_chunks`).
+prompt goes to cuDNN where `Attention.prepare` has planned its size, or a library takes what it can:
+see `chunk_choice`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.backends.cuda import flashinfer_chunks
+from headrace.backends.cuda.chunk_choice import ChunkChoice
+from headrace.backends.cuda.chunk_library import PlannedChunks
 from headrace.backends.cuda.chunk_table import leading_singles
-from headrace.backends.cuda.dense_chunks import SIZES, DenseChunks, unsupported
-from headrace.backends.cuda.flashinfer_chunks import SETTING, FlashInferChunks, PlannedChunks
 from headrace.backends.cuda.upload import Upload
 from headrace.config import PrefillAttention, Resolved
-from headrace.errors import ConfigError
 from headrace.kernels.attention_configs import prefill_config
 from headrace.kernels.attention_decode import Scratch, decode, most_splits
 from headrace.kernels.attention_prefill import PrefillScratch, prefill
@@ -34,33 +31,6 @@ from headrace.messages import StepPlan
 from headrace.models.layers import Attention as LayerAttention
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
-
-_NOT_PLAIN = "the model has windows, sinks or scores of its own"
-
-
-def check_choice(
-    choice: PrefillAttention, dtype: torch.dtype, head_dim: int, device: torch.device
-) -> None:
-    """Raises ConfigError where what the setting asks for cannot be had."""
-    why_not = ""
-    if choice == "cudnn":
-        why_not = unsupported(dtype, head_dim, device)
-    elif choice == "flashinfer":
-        why_not = flashinfer_chunks.unsupported(dtype, head_dim, device)
-    if why_not:
-        raise _refusal(choice, why_not)
-    if choice == "flashinfer":
-        flashinfer_chunks.load()
-
-
-def _refusal(choice: PrefillAttention, why_not: str) -> ConfigError:
-    return ConfigError(f"{SETTING} = {choice}: {why_not}; auto takes what there is", param=SETTING)
-
-
-def plain(spec: ModelSpec) -> bool:
-    """Whether the libraries' kernels compute it: the whole context, scores as they are."""
-    bent = any(layer.window or layer.scale for layer in spec.every_layer())
-    return not (bent or spec.sinks or spec.softcap or spec.alibi)
 
 
 class Attention:
@@ -81,12 +51,8 @@ class Attention:
         decoding: Callable[[int], Decoding],
         choice: PrefillAttention = "auto",
     ) -> None:
-        if not plain(spec):
-            if choice in ("cudnn", "flashinfer"):
-                raise _refusal(choice, _NOT_PLAIN)
-            choice = "triton"
-        self._choice = choice
-        self._plain, self._device = plain(spec), device
+        self.choice = ChunkChoice(choice, spec, max_tokens, dtype, device)
+        self._device = device
         self._slopes: dict[tuple[float, ...], Tensor] = {}
         self.scale = spec.head_dim**-0.5
         self.decoding = decoding
@@ -104,22 +70,6 @@ class Attention:
         words = self.tiling.words(max_tokens, max_rows)
         self._upload = Upload((words,), device)
         self._plan = torch.zeros(words, dtype=torch.int32, device=device)
-        shape = (spec.heads, spec.kv_heads, spec.head_dim)
-        self.paged: FlashInferChunks | None = None
-        self.dense: DenseChunks | None = None
-        if choice == "flashinfer":
-            self.paged = FlashInferChunks(*shape, self.scale, dtype, device)
-            return
-        sizes = tuple(size for size in SIZES if size <= max_tokens)
-        self._why_not = "as set" if self._plain else _NOT_PLAIN
-        if choice != "triton":
-            self._why_not = unsupported(dtype, shape[2], device)
-        if not self._why_not and not sizes:
-            self._why_not = f"no chunk of {max_tokens} tokens is long enough for cuDNN"
-        if self._why_not and choice == "cudnn":
-            raise _refusal(choice, self._why_not)
-        if not self._why_not:
-            self.dense = DenseChunks(sizes, *shape, self.scale, dtype, device)
 
     def slopes(self, layer: LayerAttention) -> Tensor | None:
         """ALiBi's, on the device; made when a layer is first asked for, before any capture."""
@@ -130,29 +80,17 @@ class Attention:
         return self._slopes[layer.slopes]
 
     def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> Resolved[str]:
-        """Plan the sizes that cuDNN takes, in seconds, or compile what FlashInfer needs ->
-        which library chunks go to, and why.
+        """Plan the sizes that cuDNN takes, in seconds, or make the library ready -> which one
+        chunks go to, and why.
 
         k, v: the cache of any layer. Call in the thread that will launch steps, on its stream;
-        without it, or in another thread, our kernel does all. Raises ConfigError if FlashInfer
-        was asked for and fails.
+        without it our kernel does all. Raises ConfigError where the library fails.
         """
-        if self.paged is not None:
-            self.paged.prepare(k, v, tables)
-            name = f"its {self.paged.kernel} kernel"
-            return Resolved("flashinfer", f"as set: {name} for chunks of steps without a graph")
-        spare = self._choice == "auto" and find_spec("flashinfer") is not None
-        more = f"; FlashInfer, which is installed, only with {SETTING} = flashinfer" * spare
-        if self.dense is None:
-            return Resolved("triton", self._why_not + more)
-        self.dense.prepare(k, v, tables)
-        sizes = ", ".join(map(str, self.dense.sizes))
-        set_or_not = "as set: " if self._choice == "cudnn" else ""
-        why = f"{set_or_not}for long first chunks, padded to {sizes}; else Triton{more}"
-        return Resolved("cudnn", why)
+        return self.choice.prepare(k, v, tables)
 
     def compile(self, model: Decoder, columns: StepColumns, cache: Tensor) -> None:
-        """Nothing more: what `mixed` launches, graphs launch too, or it is a library's."""
+        """Launch what only `mixed` may launch, for `kernels.launch.compiling`."""
+        self.choice.compile(cache, columns.tables)
 
     def singles(self, columns: StepColumns) -> StepAttention:
         """A step in which every token is a query of its own."""
@@ -172,16 +110,17 @@ class Attention:
             Span(*of_one)
             for of_one in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True)
         ][singles:]
-        if self.paged is not None and self.paged.ready:
-            planned = self.paged.plan(spans, columns.tables)
-            return StepAttention(self, columns, singles, None, planned=planned)
+        library, planned = self.choice.library, None
+        if library is not None and library.ready:
+            planned, spans = library.plan(spans, columns.tables)
         sizes = [self._dense_size(span) for span in spans]
         dense = [(span, size) for span, size in zip(spans, sizes, strict=True) if size]
         paged = [span for span, size in zip(spans, sizes, strict=True) if not size]
-        return StepAttention(self, columns, singles, self._chunks(paged), dense)
+        return StepAttention(self, columns, singles, self._chunks(paged), dense, planned)
 
     def _dense_size(self, span: Span) -> int:
-        return 0 if self.dense is None else self.dense.fitting(span.start, span.count, span.first)
+        dense = self.choice.dense
+        return 0 if dense is None else dense.fitting(span.start, span.count, span.first)
 
     def _chunks(self, spans: list[Span]) -> Chunks | None:
         """On their way to the device; None for none."""
@@ -201,7 +140,7 @@ class Attention:
 
 class StepAttention:
     """Tokens [0, singles) alone, the rest in chunks; `dense`: those of cuDNN, with their sizes;
-    `planned`: all of them, where FlashInfer takes them."""
+    `planned`: those of a library."""
 
     def __init__(
         self,
@@ -268,7 +207,7 @@ class StepAttention:
         return out
 
     def _attend_dense(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        tokens, dense = q.shape[0], self._shared.dense
+        tokens, dense = q.shape[0], self._shared.choice.dense
         for i, (span, size) in enumerate(self._dense):
             assert dense is not None, "no plan has dense chunks without"
             y = dense.attend(span, size, q, k, v, self._columns.tables)

@@ -63,6 +63,11 @@ class DenseChunks:
         self._buffer = Buffer(self.sizes[-1], kv_heads, head_dim, dtype, device)
         self._thread: int | None = None
 
+    def compile(self, cache: Tensor, tables: Tensor) -> None:
+        """Launch our kernel that gathers, for `kernels.launch.compiling`. cache: K of any layer."""
+        buffer = self._buffer
+        gather(cache, cache, tables, 0, 1, buffer.k, buffer.v, padded=self.sizes[0])
+
     def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> None:
         """Plan every size: seconds. Call in the thread that launches steps, before the first.
 

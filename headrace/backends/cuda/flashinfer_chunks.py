@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.chunk_library import SETTING
 from headrace.errors import ConfigError
 from headrace.kernels.dense_prefill import Span
 
 HEAD_DIMS = (64, 128, 256)
-SETTING = "prefill_attention"
 _TURNS = 4  # more than the steps that can be in flight
 _WORKSPACE_BYTES = 1 << 20  # nothing is left there while no chunk's keys are split
 
@@ -106,14 +106,14 @@ class _Turn:
             self.read.record()
 
 
-class PlannedChunks:
+class WrappedChunks:
     """The chunks of one step, tokens [first, first + count), ready for every layer."""
 
     def __init__(self, wrapper: Any, first: int, count: int) -> None:
         self._wrapper, self._tokens = wrapper, slice(first, first + count)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """q, out [T, heads, d] of the whole step; k, v a layer's cache."""
+        """See `PlannedChunks`."""
         own = out[self._tokens]
         # Without dependent launch: our kernels before it may still write what it reads.
         self._wrapper.run(q[self._tokens], (k, v), out=own, enable_pdl=False)
@@ -134,7 +134,7 @@ class FlashInferChunks:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.kernel = kernel_for(device)
+        self.name, self.kernel = "flashinfer", kernel_for(device)
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
         self._scale, self._dtype, self._device = scale, dtype, device
         wrapper = load().BatchPrefillWithPagedKVCacheWrapper
@@ -151,12 +151,12 @@ class FlashInferChunks:
         """`prepare` was called: chunks may come."""
         return bool(self._turns)
 
-    def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> None:
-        """Compile, if it was not before on this machine, and try: seconds to minutes.
+    def compile(self, cache: Tensor, tables: Tensor) -> None:
+        """Nothing: it reads the cache as it lies."""
 
-        k, v: the cache of any layer; row 0 of tables is read. Raises ConfigError with what
-        FlashInfer said where it fails.
-        """
+    def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> str:
+        """See `ChunkLibrary`. Compiles, if it was not before on this machine: seconds to
+        minutes."""
         assert k.is_contiguous(), "a layer's K is dense"
         assert v.is_contiguous(), "a layer's V is dense"
         self._page = k.shape[2]
@@ -165,7 +165,7 @@ class FlashInferChunks:
         q = torch.zeros(2, self._heads, self._head_dim, dtype=self._dtype, device=self._device)
         try:
             for _ in self._turns:
-                self.plan([Span(0, 0, 2, 0)], tables).attend(q, k, v, torch.empty_like(q))
+                self._planned([Span(0, 0, 2, 0)], tables).attend(q, k, v, torch.empty_like(q))
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except Exception as error:
@@ -175,12 +175,13 @@ class FlashInferChunks:
                 f"or mend this: {type(error).__name__}: {_ends(str(error))}",
                 param=SETTING,
             ) from error
+        return f"its {self.kernel} kernel"
 
-    def plan(self, spans: Sequence[Span], tables: Tensor) -> PlannedChunks:
-        """Queue the plan of a step whose chunks are `spans`, in the order of their tokens.
+    def plan(self, spans: Sequence[Span], tables: Tensor) -> tuple[WrappedChunks, list[Span]]:
+        """See `ChunkLibrary`. It takes every chunk."""
+        return self._planned(spans, tables), []
 
-        tables [rows, width] int32, on the device; contiguous.
-        """
+    def _planned(self, spans: Sequence[Span], tables: Tensor) -> WrappedChunks:
         assert self.ready, "prepare comes first"
         assert tables.is_contiguous(), "tables are read as one list"
         first, n = spans[0].first, len(spans)
@@ -224,7 +225,7 @@ class FlashInferChunks:
             disable_split_kv=True,
         )
         turn.sent()
-        return PlannedChunks(turn.wrapper, first, int(counts.sum()))
+        return WrappedChunks(turn.wrapper, first, int(counts.sum()))
 
 
 def _ends(text: str, most: int = 600) -> str:
