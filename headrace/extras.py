@@ -19,9 +19,14 @@ def install(extra: str) -> str:
 
 
 def packages_of(extra: str) -> list[str]:
-    """What pyproject.toml names for `extra`, as pip takes it."""
+    """What pyproject.toml names for `extra`, as pip takes it. Where headrace itself is not
+    installed but runs from its folder, nobody knows more than the extra's name."""
+    try:
+        requirements = metadata.requires("headrace") or ()
+    except metadata.PackageNotFoundError:
+        return [f"headrace[{extra}]"]
     found = []
-    for requirement in metadata.requires("headrace") or ():
+    for requirement in requirements:
         package, _, marker = requirement.partition(";")
         if extra in _OF_EXTRA.findall(marker):
             found.append(package.strip())

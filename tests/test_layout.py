@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": {"errors", "sources"},
     "grammar": BASE | {"children", "draws"},
     "models": BASE | {"extras", "sources", "quant"},
-    "backends": BASE | {"kernels", "native", "models", "sampling"},
+    "backends": BASE | {"extras", "kernels", "native", "models", "sampling"},
     "sampling": BASE,
     "runner": BASE
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe", "kv"},

@@ -208,7 +208,7 @@ def test_what_cannot_be_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not unsupported(bf16, 128, cuda, find=lambda name: name)
-    assert "pip install fa3-fwd" in unsupported(bf16, 128, cuda, find=lambda name: None)
+    assert "-m pip install" in unsupported(bf16, 128, cuda, find=lambda name: None)
     assert "float16: set dtype" in unsupported(torch.float16, 128, cuda)
     assert "head_dim 32" in unsupported(bf16, 32, cuda)
     assert "no CUDA device" in unsupported(bf16, 128, torch.device("cpu"))

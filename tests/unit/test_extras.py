@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_what_is_said_installs_what_the_extra_names(extra: str) -> None:
     assert sorted(packages_of(extra)) == sorted(EXTRAS[extra])
     words = shlex.split(install(extra))
     assert words == [sys.executable, "-m", "pip", "install", *packages_of(extra)]
+
+
+def test_without_an_installed_headrace_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert install("flash").endswith(" -m pip install 'headrace[flash]'")
 
 
 def test_every_extra_of_serving_is_said_somewhere() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from headrace.backends.cuda.chunk_library import SETTING
 from headrace.backends.cuda.upload import Upload
 from headrace.errors import ConfigError
+from headrace.extras import install
 from headrace.kernels.dense_prefill import Buffer, Span
 from headrace.kernels.gather_keys import BEHIND, TILE, Places, gather_keys, room_of
 
@@ -48,7 +49,7 @@ def unsupported(
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "its kernels are for compute capability 9.0"
     if find(MODULE) is None:
-        return "it is not installed: pip install fa3-fwd"
+        return f"it is not installed: {install('flash')}"
     return ""
 
 
