@@ -5,7 +5,9 @@ target for the time between two tokens (ITL) while something decodes: so prompts
 storm cost those that decode at most that much. A burst is no storm: a step that gives more
 sequences their first token than it keeps waiting for the next may take as long as it needs. Each
 of them then draws tokens of its own, so that under one gap in a hundred is a long one where answers
-have a hundred tokens and more. Both look at the plan alone, never at a clock.
+have a hundred tokens and more. What the last steps did not use of that counts on: the rest of a
+burst, of fewer prompts than decode by then, goes as fast as its beginning. Both look at the plan
+alone, never at a clock.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Protocol
 from headrace.engine.protocol import StepCost
 
 _GAIN = 1.02  # in tokens a second, for which a step is made smaller than it may be
+_KEPT = 0.5  # a step, of a burst's credit: what comes later is another burst
+_BURST_SHARE = 2  # fewer prompts than one in this many of those that decode are no burst
 CRUMB_SHARE = 16  # less than one part in this many of a step is no beginning for a longer prompt
 
 
@@ -83,7 +87,9 @@ class StaticBudget:
 
 class CostBudget:
     """As many tokens as fit below `target_s` seconds; `StaticBudget`'s while nothing decodes, and
-    while more prompts of the mean length fit a step than sequences decode.
+    in a burst: while more prompts of the mean length fit a step than sequences decode. Those that
+    got their first token in the last steps count as well, less the sequences that waited beyond the
+    target then, as long as prompts are half as many as decode.
 
     Progress: whatever the prediction says, a step takes at least one tile of prompt tokens, and as
     many more as fill the last tile, as far as max_tokens allows. No prompt starves, however many
@@ -99,6 +105,9 @@ class CostBudget:
         self._prompt_tokens = 0  # of these
         self._pairs = 0.0  # as StepCost.seconds has them
         self._reads = 0
+        self._decodes = 0
+        self._firsts = 0  # prompts completed in the step so far
+        self._credit = 0.0  # first tokens of the last steps less their long gaps
         self._sure_tokens = 0  # of the step: up to here no prediction is asked
         self._whole = StaticBudget(max_tokens)  # of a step that has no limit
         self._limited = False
@@ -106,33 +115,48 @@ class CostBudget:
 
     def begin(self, decodes: Sequence[int], *, stalled: bool, prompts: int, tokens: int) -> None:
         """See `Budget`."""
+        self._settle()
         tile = self._cost.tile
         self._tokens, self._prompt_tokens = len(decodes), 0
+        self._decodes, self._firsts = len(decodes), 0
         self._pairs = 0.0
         self._reads = sum(decodes) + len(decodes)  # position p reads p + 1 tokens
         least = -(-(len(decodes) + tile) // tile) * tile
         self._sure_tokens = min(least, self._max_tokens)
         room = self._max_tokens - len(decodes)
         firsts = prompts * room // tokens if tokens > room else prompts  # that the step could hold
-        self._limited = stalled or (bool(decodes) and firsts <= len(decodes))
+        self._limited = stalled or (bool(decodes) and not self._is_burst(firsts))
         self._whole.begin(decodes, stalled=stalled, prompts=prompts, tokens=tokens)
         self.open = self._tokens < self._max_tokens
 
     def grant(self, start: int, wanted: int) -> int:
         """See `Budget`."""
-        if not self._limited:
+        if self._limited:
+            most = min(wanted, self._max_tokens - self._tokens)
+            count = min(most, max(0, self._sure_tokens - self._tokens))
+            if count < most:
+                count = max(count, self._fitting(start, most, wanted))
+        else:
             count = self._whole.grant(start, wanted)
-            self.open = self._whole.open
-            return count
-        most = min(wanted, self._max_tokens - self._tokens)
-        count = min(most, max(0, self._sure_tokens - self._tokens))
-        if count < most:
-            count = max(count, self._fitting(start, most, wanted))
         self._tokens += count
         self._prompt_tokens += count
         self._pairs += count * (start + count / 2)
-        self.open = count == wanted and self._tokens < self._max_tokens
+        self._firsts += count == wanted
+        whole = count == wanted and self._tokens < self._max_tokens
+        self.open = whole if self._limited else self._whole.open
         return count
+
+    def _settle(self) -> None:
+        """Book the step before: the sequences that got their first token, and the long gaps."""
+        seconds = self._cost.seconds(self._tokens, self._pairs, self._reads)
+        gaps = self._decodes if seconds > self._target_s else 0
+        self._credit = max(0.0, self._credit * _KEPT + self._firsts - gaps)
+
+    def _is_burst(self, firsts: int) -> bool:
+        """A step may be long that gives so many their first token."""
+        if firsts > self._decodes:
+            return True
+        return firsts * _BURST_SHARE >= self._decodes < firsts + int(self._credit)
 
     def _fitting(self, start: int, most: int, wanted: int) -> int:
         """The most tokens, up to `most`, with which the step stays within the target."""

@@ -142,11 +142,34 @@ def test_a_burst_is_not_cut() -> None:
     budget = CostBudget(COST, MAX_TOKENS, TARGET_S)
     burst = [(0, 64)] * 41
     assert granted(fill(budget, [10] * 40, burst)) == 41 * 64
+    budget = CostBudget(COST, MAX_TOKENS, TARGET_S)
     assert granted(fill(budget, [10] * 41, burst)) < 41 * 64, "as many decode"
     assert granted(fill(budget, [10] * 40, burst, stalled=True)) < 41 * 64
     long = [(0, 8000)] * 41
+    budget = CostBudget(COST, MAX_TOKENS, TARGET_S)
     assert granted(fill(budget, [10] * 40, long)) < 1000, "a step holds but one of them"
     assert granted(fill(budget, [10], [(0, 8000)])) < 1000
+
+
+def test_the_rest_of_a_burst_goes_as_fast_as_its_beginning() -> None:
+    """As long as no more sequences waited for it than it gave their first token."""
+    burst = [(0, 64)] * 60
+
+    def after(firsts: int, decodes: int, quiet: int) -> int:
+        budget = CostBudget(COST, MAX_TOKENS, TARGET_S)
+        assert granted(fill(budget, [10] * decodes, [(0, 48)] * firsts)) == firsts * 48
+        for _ in range(quiet):
+            fill(budget, [10] * firsts, [])
+        return granted(fill(budget, [10] * (firsts + decodes), burst))
+
+    whole = len(burst) * 64
+    assert after(100, 0, quiet=0) == whole
+    assert after(100, 0, quiet=5) < whole, "another burst"
+    assert after(100, 40, quiet=0) < whole, "40 of them were held up before"
+    assert after(150, 0, quiet=0) < whole, "too few for so many"
+    budget = CostBudget(COST, MAX_TOKENS, TARGET_S)
+    fill(budget, [], [(0, 64)] * 32)
+    assert granted(fill(budget, [10] * 32, [(0, 8000)])) < 1000, "one long prompt is no burst"
 
 
 def test_a_target_of_zero_is_the_static_budget() -> None:
