@@ -67,6 +67,12 @@ def test_host_costs() -> None:
     near(match[2], [one["p99_ms"] for one in shown])
 
 
+def rounded(told: str, value: float) -> bool:
+    """`told` is `value` to the digits that it shows."""
+    digits = len(told.partition(".")[2])
+    return abs(float(told) - value) <= 0.5001 * 10.0**-digits
+
+
 def near(told: str, values: Sequence[float]) -> None:
     """Figures with slashes between them, each a value to two digits."""
     shown = [float(figure) for figure in told.split("/")]
@@ -160,5 +166,41 @@ def test_batching_against_one_at_a_time(which: str) -> None:
         naive, ours = levels["naive"][level], levels["headrace"][level]
         pairs = [value for both in zip(naive, ours, strict=True) for value in both]
         for figure, value in zip(told, pairs, strict=True):
-            digits = len(figure.partition(".")[2])
-            assert abs(float(figure) - value) <= 0.5001 * 10**-digits, (level, figure, value)
+            assert rounded(figure, value), (level, figure, value)
+
+
+def waves(*sizes: int) -> list[str]:
+    return [f"wave {size}x(32->75)" for size in sizes]
+
+
+STREAMS = [f"http {count} streams" for count in (1, 64, 256)]
+GPU_ROWS = {  # README's row: works and figure of the recorded table
+    "1 / 4 / 8 / 16 at once, tok/s": (waves(1, 4, 8, 16), "tok_s"),
+    "32 / 64 / 128 / 256 at once, tok/s": (waves(32, 64, 128, 256), "tok_s"),
+    "prefill 1x2048 / 1x8000 / 4x8000, tok/s": (
+        [f"prefill {shape}->1)" for shape in ("1x(2048", "1x(8000", "4x(8000")], "tok_s",
+    ),
+    "512 x (512 -> 128) sampled, tok/s": (["batch 512x(512->128) sampled"], "tok_s"),
+    "32 x (4096 -> 256), tok/s": (["batch 32x(4096->256)"], "tok_s"),
+    "HTTP, 1 / 64 / 256 streams of 64 -> 75, tok/s": (STREAMS, "tok_s"),
+    "HTTP, TTFT p50 at 1 / 64 / 256, ms": (STREAMS, "ttft_p50_ms"),
+    "32 decodes, an 8000-token prompt each second: ITL p99, ms": (["http storm"], "itl_p99_ms"),
+    "the TTFT of those prompts, p50, ms": (["http storm"], "storm_ttft_p50_ms"),
+    "8000-token prefix again: TTFT, ms": (["http reuse"], "warm_ttft_p50_ms"),
+    "process to first token, caches empty, s": (["start cold"], "seconds"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GPU_ROWS)
+def test_one_gpu_beside_its_peer(name: str) -> None:
+    """headrace's figure, the share of the limit, vLLM's figure and their ratio, work by work."""
+    works, kind = GPU_ROWS[name]
+    table = (RESULTS / "gpu-h100-80gb-hbm3-2026-11-28.md").read_text()
+    found = [row(table, f"{work} | {kind}")[1:] for work in works]
+    ours, limits, theirs, _, _, ratios = zip(*(cut[:6] for cut in found), strict=True)
+    told = [re.sub(r" ?\(.*?\)| %", "", cell) for cell in row(README, name)]  # later ones, %
+    for cell, values in zip(told, (ours, limits, theirs, ratios), strict=True):
+        if cell:
+            recorded = [float(value.rstrip("%")) for value in values]
+            for figure, value in zip(cell.split("/"), recorded, strict=True):
+                assert rounded(figure.strip(), value), (figure, value)
