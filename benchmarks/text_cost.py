@@ -6,6 +6,7 @@ step hands them out, with and without stop strings, and encodes short and long t
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def main() -> None:
     print(f"{len(ids)} tokens, {len(text)} characters; us per token, median of 9")
     for name, stops in STOPS.items():
         for per_call in (1, 4):
-            cost = median_us(lambda s=stops, n=per_call: stream(tokenizer, ids, s, n))  # type: ignore[misc]
+            cost = median_us(functools.partial(stream, tokenizer, ids, stops, per_call))
             print(f"  stream, {name}, {per_call} a call: {cost:.2f}")
     for repeats in (1, 50, 1000):
         long = PROSE * repeats

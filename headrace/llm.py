@@ -14,7 +14,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, cast
 
 import msgspec
@@ -245,12 +244,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------ from prompts to jobs

@@ -8,6 +8,7 @@ after another; there is no KV pool, no prefix cache and no priority.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -276,7 +277,7 @@ class NaiveEngine:
     def _work(self) -> None:
         while (job := self._todo.get()) is not None:
             if not job.gone:
-                self._events.put(lambda job=job: self._begin(job))  # type: ignore[misc]
+                self._events.put(functools.partial(self._begin, job))
                 self._run(job)
 
     def _run(self, job: _Job) -> None:
@@ -299,12 +300,12 @@ class NaiveEngine:
                         message.stop_ids,
                         on_token,
                     )
-                self._events.put(lambda choice=choice: self._complete(job, choice))  # type: ignore[misc]
+                self._events.put(functools.partial(self._complete, job, choice))
             except _Stopped:
                 continue
             except Exception as error:  # whatever transformers raises ends this request alone
                 text = f"{type(error).__name__}: {error}"
-                self._events.put(lambda text=text: self._fail(job, text))  # type: ignore[misc]
+                self._events.put(functools.partial(self._fail, job, text))
                 return
 
     def _complete(self, job: _Job, choice: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from types import TracebackType
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -55,12 +54,7 @@ class Scraper:
                 self._task = asyncio.create_task(self._each_second())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._on:
             return
         if self._task:

@@ -13,7 +13,6 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from headrace.children import die_with_parent
@@ -101,10 +100,5 @@ class ChildServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()

@@ -36,7 +36,7 @@ def upload(
     device = next((target.device for target in targets if target.is_cuda), None)
     stream = None
     if device is not None:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
     size_bytes = max(target.numel() * target.element_size() for target in targets)
     work: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -110,6 +110,6 @@ class _Lane:
         staged.copy_(rows)
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record(self._stream)
         self._busy[self._turn] = event

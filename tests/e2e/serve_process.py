@@ -12,7 +12,6 @@ import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 READY = re.compile(r"ready in [\d.]+ s: (http://\S+)")
@@ -97,12 +96,7 @@ class ServeProcess:
     def __enter__(self) -> ServeProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.terminate()
             try:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -54,12 +53,7 @@ class Server:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for process in (*self.apis, self.engine):
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import openai
@@ -76,12 +75,7 @@ class GatewayProcess:
     def __enter__(self) -> GatewayProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -223,7 +217,7 @@ class Load:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
         for thread in self._threads:
             thread.join(PATIENCE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -26,12 +25,7 @@ class PlainSubscriber:
         self.sub.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
     def next(self) -> tuple[bytes, int, Any]:
