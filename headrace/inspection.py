@@ -105,6 +105,7 @@ def _fit(
 
 
 def stored_bytes(files: ModelFiles) -> int:
+    """Of the files that hold weights, headers included."""
     if files.kind == "gguf":
         return files.path.stat().st_size
     return sum(path.stat().st_size for path in files.path.glob("*.safetensors"))

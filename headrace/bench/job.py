@@ -98,6 +98,7 @@ def arrivals_of(job: Job) -> Iterator[tuple[float, Session]]:
 
 
 def progress_of(driver: Driver) -> Progress:
+    """How far it has come: what was sent, what has ended, and what of that failed."""
     ended = [record for record in driver.records if record.end_s]
     return Progress(
         len(driver.records),

@@ -165,6 +165,7 @@ def figure(of: Summary | None, name: Statistic, scale: float, digits: int) -> st
 
 
 def number(value: float | None, digits: int) -> str:
+    """With so many digits behind the point; "-" where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -154,6 +154,7 @@ def ttfc_s(record: Record) -> float | None:
 
 
 def e2e_s(record: Record) -> float:
+    """From the request's first byte to the end of its answer."""
     return record.end_s - record.sent_s
 
 

@@ -146,7 +146,8 @@ class Runner(Protocol):
     """Runs plans in the order of their launches; at most two may be in flight."""
 
     @property
-    def capacity(self) -> Capacity: ...
+    def capacity(self) -> Capacity:
+        """What it can hold and compute; the same for as long as it lives."""
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Start the forward pass and return at once where the device allows it.

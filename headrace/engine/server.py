@@ -107,6 +107,7 @@ class Peer:
 
     @property
     def worker(self) -> bytes:
+        """The number of its process, the same after a restart."""
         return self.identity.split(b".", 1)[0]
 
 

@@ -201,10 +201,12 @@ class TokenStream:
             waiter.set_result(None)
 
     def opened(self, handle: int) -> None:
+        """One more request of this stream runs."""
         self._handles.append(handle)
         self._live += 1
 
     def push(self, index: int, token: int) -> None:
+        """A token of choice `index`. Beyond BACKLOG_TOKENS that nobody took the stream fails."""
         delta = self._deltas.get(index)
         if delta is None:
             self._deltas[index] = Delta(index, [token])
@@ -220,12 +222,15 @@ class TokenStream:
             delta.logprobs.append(entry)
 
     def push_prompt(self, prompt: int, entries: list[Logprobs]) -> None:
+        """More log-probabilities of a prompt's tokens, in their order."""
         self.prompt_logprobs.setdefault(prompt, []).extend(entries)
 
     def push_end(self, index: int, end: End) -> None:
+        """Choice `index` has no more tokens."""
         self._deltas.setdefault(index, Delta(index, [])).end = end
 
     def push_done(self, done: Done) -> None:
+        """One of its requests is over."""
         self._live -= 1
         self.cached_tokens += done.cached_tokens
         if self.account is not None:

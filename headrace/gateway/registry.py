@@ -19,9 +19,13 @@ class Named(Protocol):
     """A name that is asked again and again where its workers are."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """As it was configured."""
+
     @property
-    def targets(self) -> Sequence[object]: ...
+    def targets(self) -> Sequence[object]:
+        """Where its workers are, one each."""
+
     @property
     def why(self) -> str:
         """Why these are not of the last answer; "" = they are."""

@@ -65,6 +65,7 @@ PREFILL_CANDIDATES = (
 
 
 def prefill_config(dtype: torch.dtype, head_dim: int) -> PrefillConfig:
+    """By bytes of a line, as `decode_config`."""
     if dtype == torch.float32:  # no matrix units: tiles that fit the registers
         return PrefillConfig(32, 16, 8, 2)
     if head_dim > 128:

@@ -21,6 +21,7 @@ TILE_GROUPS = tl.constexpr(32)
 
 @triton.jit
 def count_reaching(keys, pivot):
+    """How many of `keys` are `pivot` or more."""
     return tl.sum((keys >= pivot).to(tl.int32), 0)
 
 

@@ -251,6 +251,7 @@ def place_kernel(
 
 
 def check_dispatch(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:
+    """Asserts that `into` has room for `routing`, and that `tally` is as `dispatch` has it."""
     assert into.each == routing.each, "experts of a token"
     tiles, rows = into.tiles, into.tile_rows
     assert tiles >= most_tiles(into.tokens, routing, rows), "too few tiles"

@@ -46,6 +46,7 @@ def _logit(short, LOW: tl.constexpr):
 
 @triton.jit
 def row_peak(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+    """(largest logit of each chunk, and of the row) of peaks [draws, CHUNKS]."""
     chunk = tl.arange(0, CHUNKS_PADDED)
     mask = chunk < CHUNKS
     chunk_peak = tl.load(peaks + draw * CHUNKS + chunk, mask=mask, other=NEG_INF)

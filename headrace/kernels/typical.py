@@ -21,7 +21,7 @@ import triton.language as tl
 from headrace.kernels import pdl
 from headrace.kernels.edit import double
 from headrace.kernels.edit_params import TYPICAL, WIDTH
-from headrace.kernels.truncation import KEEP_ALL, kept_of
+from headrace.kernels.truncation import KEEP_ALL, kept_of, row_peak
 from headrace.kernels.weights import COLUMNS, NEG_INF, ONE, is_few, ordered, slope, weight
 
 PIVOTS = tl.constexpr(8)  # distances weighed in one pass
@@ -52,8 +52,9 @@ def key_of(distance):
 
 @triton.jit
 def peak_of(peaks, draw, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
-    chunk = tl.arange(0, CHUNKS_PADDED)
-    return tl.max(tl.load(peaks + draw * CHUNKS + chunk, mask=chunk < CHUNKS, other=NEG_INF), 0)
+    """The row's largest logit."""
+    _, peak = row_peak(peaks, draw, CHUNKS, CHUNKS_PADDED)
+    return peak
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def unset(*shape: int, dtype: torch.dtype, device: str | None = None) -> nn.Para
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, W [out, in]."""
+    """x [..., in] -> x W^T + b [..., out], W [out, in]."""
 
     def __init__(self, n_in: int, n_out: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class GatedMlp(nn.Module):
 
 
 class PlainMlp(nn.Module):
-    """down(act(up(x)))."""
+    """x [..., hidden] -> down(act(up(x))), the same shape."""
 
     def __init__(
         self, hidden: int, ffn: int, dtype: torch.dtype, act: Act, *, bias: bool = False

@@ -45,7 +45,8 @@ class Checkpoint(Protocol):
     gguf: bool
 
     @property
-    def tensors(self) -> Mapping[str, Stored]: ...
+    def tensors(self) -> Mapping[str, Stored]:
+        """What it stores, by name."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis, a plain float type. Raises ModelError."""

@@ -47,6 +47,7 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def architecture(self) -> str:
+        """general.architecture, llama.cpp's name; "" where the file has none."""
         return str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:

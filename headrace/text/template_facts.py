@@ -21,10 +21,12 @@ class TemplateFacts(msgspec.Struct, frozen=True):
 
     @property
     def takes_tools(self) -> bool:
+        """It reads a list of tools, and writes the calls of earlier turns."""
         return "tools" in self.names and self.shows_calls
 
     @property
     def takes_documents(self) -> bool:
+        """It reads a list of documents."""
         return "documents" in self.names
 
 
