@@ -154,9 +154,9 @@ HELP: Mapping[str, str] = {
     "layers have windows, a block is one of a group of layers",
     "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "
     "on a GPU from --gpu-memory-utilization",
-    "prefill_attention": "cuda backend: attention of prompts in steps too large for a graph by "
-    "triton, cudnn (long first chunks; else triton), flash or flashinfer (packages that are not "
-    "brought along); auto = flash where it is installed, else cudnn where it can, else triton",
+    "prefill_attention": "cuda backend: attention of prompts by triton; in steps too large for a "
+    "graph by cudnn (long first chunks) or flashinfer; in large graphs too by flash (packages that "
+    "are not brought along); auto = flash where it is installed, else cudnn where it can",
     "cuda_graphs": "cuda backend: steps of usual sizes are replayed as graphs; off: kernel by "
     "kernel, to see what graphs are worth",
     "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "

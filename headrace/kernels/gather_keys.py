@@ -22,7 +22,7 @@ from headrace.kernels.shapes import power_of_two
 
 TILE = 64  # positions that a program copies
 BEHIND = 191  # zeros behind a sequence at least: no tile of keys is longer than that and one
-_WORDS = 4  # of a tile
+TILE_WORDS = 4
 
 
 def room_of(length: int) -> int:
@@ -35,7 +35,8 @@ class Places:
     """Where sequences go: sequence i is positions [0, lengths[i]) of device row rows[i], and fills
     [begins[i], begins[i] + room_of(lengths[i])) of the target.
 
-    tiles [m, 4] int32: (row, first position, its place in the target, length).
+    tiles [m, TILE_WORDS] int32: (row, first position, its place in the target, length). A tile of
+    row -1 is padding: a captured graph has as many programs at each replay.
     """
 
     begins: npt.NDArray[np.int32]  # [n + 1], the last one is the end of all
@@ -90,6 +91,8 @@ def _gather_keys_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     words = tiles + tl.program_id(0) // KV_HEADS * WORDS
     row, begin = tl.load(words), tl.load(words + 1)
+    if row < 0:
+        return
     target, length = tl.load(words + 2), tl.load(words + 3)
     t = tl.arange(0, TILE)
     d = tl.arange(0, D_PAD)
@@ -136,7 +139,7 @@ def gather_keys(
         D=d,
         D_PAD=power_of_two(d),
         TILE=TILE,
-        WORDS=_WORDS,
+        WORDS=TILE_WORDS,
     )
 
 

@@ -161,11 +161,11 @@ def build_runner(
     blocks = size_kv(settings, model.spec, model.dtype, room)
     length = ledger.fit_model_len(wanted_len, blocks.value, plan.block_size)
     plan = msgspec.structs.replace(plan, max_model_len=length.value)
-    with phase("capture graphs", report):
-        forward = forward_of(model, plan, blocks.value, card, buffers)
-        forward.capture()
+    forward = forward_of(model, plan, blocks.value, card, buffers)
     with phase("plan the attention of long prompts", report):
-        chosen = forward.prepare_attention()
+        chosen = forward.prepare_attention()  # graphs may hold what it makes ready
+    with phase("capture graphs", report):
+        forward.capture()
     kernels = kernels_info(chosen, card)
     report(kernels.reason, 0.0)
     with phase("measure the time of steps", report):

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 
 from headrace.backends.cuda.attention import Attention, StepAttention
-from headrace.backends.cuda.chunk_table import MAX_CHUNKS, ChunkTable, leading_singles
+from headrace.backends.cuda.chunk_table import (
+    MAX_CHUNKS,
+    ChunkTable,
+    chunk_spans,
+    leading_singles,
+)
+from headrace.backends.cuda.flash_table import FlashTable
 from headrace.backends.cuda.kv_store import CudaKvStore
 from headrace.backends.cuda.latent import LatentPaths, LatentStep
 from headrace.backends.cuda.ops import CudaOps, Place, Wanted
@@ -55,6 +61,7 @@ MIXED_SINGLES = 64  # decode rows of a mixed graph
 # way, and every mixed size, for by those the time of a step is measured.
 USUAL_SIZES: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
 STAND_IN = 1.25  # times the tokens of a step with prompts: the largest graph that pads it well
+LIBRARY_TOKENS = 512  # of a graph: in smaller ones a library's attention gains nothing
 ALONE_PAIRS = 1 << 15  # query-key pairs of prompts up to which nobody needs to share keys
 
 
@@ -101,6 +108,7 @@ class Forward:
         }
         largest = self._sizes["mixed"][-1]
         self._chunks = ChunkTable(largest, attention.tiling, self.device)
+        self._library = attention.library_table(MAX_CHUNKS)
         self._input = self._inputs["alone"]  # of the step that `run` queued last
         self._logit_rows = 0  # of that step
         self._narrowed_to: list[int] | None = None  # its forward rows in `chosen`; None: all in `x`
@@ -144,6 +152,11 @@ class Forward:
         chunks = len(plan.counts) - singles
         if tokens > self._sizes["mixed"][-1] or chunks > MAX_CHUNKS:
             return "eager"
+        sizes = self._sizes["mixed"]
+        # A smaller graph's step is never padded to one of the library's: see STAND_IN.
+        library = self._by_library(sizes[bisect_left(sizes, tokens)])
+        if library and not library.fits(plan.starts[singles:], plan.counts[singles:]):
+            return "eager"
         return "mixed" if singles <= MIXED_SINGLES else "crowd"
 
     def run(self, plan: StepPlan) -> Way:
@@ -169,13 +182,26 @@ class Forward:
             columns = source.columns(size, self.state.tables)
             self._layers(source, size, self._attention.mixed(columns, plan), narrowed)
         else:
-            self._chunks.load(plan, leading_singles(plan), size)
+            self._load_chunks(plan, size)
             if every:  # any token may be asked about: all go through the last layer
                 self._layers(source, size, self._step(way, size), None)
             else:
                 self.graphs.run(way, size)
         self._logits(source, size, self._logit_rows, narrowed)
         return way
+
+    def _by_library(self, size: int) -> FlashTable | None:
+        """Where a graph of `size` tokens reads a library's chunks; None: its chunks are ours."""
+        library = self._library
+        has = library is not None and library.ready and size >= LIBRARY_TOKENS
+        return library if has else None
+
+    def _load_chunks(self, plan: StepPlan, size: int) -> None:
+        first = leading_singles(plan)
+        if library := self._by_library(size):
+            library.load(chunk_spans(plan, first))
+        else:
+            self._chunks.load(plan, first, size)
 
     def _padded(self, way: Way, tokens: int, every: bool) -> int:
         """Tokens of the step with its padding. `every`: all go through the last layer."""
@@ -211,6 +237,8 @@ class Forward:
         self._inputs[way].pad(size, self.state.spare_row)
         if way != "alone":
             self._chunks.clear(size)
+            if self._library is not None:
+                self._library.clear()
 
     def _graph_work(self, way: Way, size: int) -> None:
         """What the graph of that size holds. Only a step of single tokens has its logits there:
@@ -225,8 +253,11 @@ class Forward:
         if way == "alone":
             return self._attention.singles(source.columns(size, tables))
         singles = min(size, MIXED_SINGLES) if way == "mixed" else size
-        columns, chunks = source.singles(size, tables), self._chunks.chunks(size)
-        return self._attention.chunked(columns, singles, chunks)
+        columns = source.singles(size, tables)
+        if library := self._by_library(size):
+            planned = library.planned(size, tables)
+            return self._attention.chunked(columns, singles, None, planned)
+        return self._attention.chunked(columns, singles, self._chunks.chunks(size))
 
     def _ops(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from tests.backend.tap_contract import ALLOWED, EDITED
 from tests.devices import load
 from tests.golden.reference import tiny_model
 from tests.kernels.conftest import CUDA
+from tests.kernels.test_flash_chunks import CALLS, fwd
 
 pytestmark = pytest.mark.skipif(CUDA, reason="the contract suite runs on the GPU itself")
 
@@ -34,6 +36,14 @@ BLOCKS, BLOCK_SIZE, ROWS, MAX_MODEL_LEN, MAX_TOKENS = 16, 4, 4, 32, 12
 FIRST = [11, 7, 3]
 INNER = [9, 1, 30, 2, 2, 66, 0, 8, 51]  # more than a graph holds, and of no interest
 LONG = [5, 60, 42, 42, 9, 33, 2]  # a block and three quarters
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "vocab_size": 67,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 DRAWN = Sampling(temperature=0.9, top_p=0.8, seed=7)
 
 
@@ -60,9 +70,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 67}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    _, files = tiny_model("qwen2", tmp_path_factory.mktemp("interpreted"), **sizes, **heads)
+    _, files = tiny_model("qwen2", tmp_path_factory.mktemp("interpreted"), **SIZES)
     return files
 
 
@@ -209,6 +217,48 @@ def test_a_scenario_draws_the_tokens_of_the_cpu(
     ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
     assert ways == {"steps_alone": 13, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 2}
     runner.close()
+
+
+def test_chunks_of_graphs_by_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In graphs from a size on, and no token changes. What does not fit is launched call by
+    call, and too long a sequence is our kernel's."""
+    from headrace.backends.cuda import chunk_choice, flash_chunks
+    from headrace.kernels.gather_keys import room_of
+    from headrace.runner import forward
+
+    monkeypatch.setattr(forward, "ALONE_PAIRS", 8)
+    monkeypatch.setattr(forward, "LIBRARY_TOKENS", 8)
+    monkeypatch.setattr(flash_chunks, "LEAST_ROWS", 8)  # four tokens
+    monkeypatch.setattr(flash_chunks, "BUFFER_BYTES", 1)
+    monkeypatch.setattr(flash_chunks, "load", lambda: fwd)
+    monkeypatch.setattr(flash_chunks, "unsupported", lambda *args: "")
+    monkeypatch.setattr(chunk_choice, "find_spec", lambda name: name == "fa3_fwd" or None)
+    _, files = tiny_model("qwen2", tmp_path, **SIZES | {"num_hidden_layers": 2})
+    ours = interpreted(files)
+    assert ours._forward.prepare_attention().value == "flash"
+    assert ours._forward._attention.choice.library.room == room_of(MAX_TOKENS)
+    CALLS.clear()
+    drawn: list[list[int]] = []
+    for runner in (ours, on_the_cpu(files)):
+        steps = Steps(runner)
+        steps.join(0, [3, 1, 8, 6])
+        steps.join(1, [5, 2, 9, 7])
+        steps.forward(0, LONG, draw_into=())
+        assert steps.run() == []
+        steps.forward(1, LONG[:3])
+        tokens = steps.run()
+        steps.forward(1, None)
+        steps.forward(0, LONG[:5])  # behind seven
+        tokens += steps.run()
+        steps.forward(1, LONG[:3])
+        steps.forward(0, LONG[2:5])
+        tokens += steps.run()
+        drawn.append(tokens)
+        runner.close()
+    assert drawn[0] == drawn[1]
+    told = [(call["counts"], call["lengths"]) for call in CALLS]
+    # Of the one layer that is not the last; two sequences have no room, and are too short alone.
+    assert told == [([7], [7]), ([3], [3]), ([5], [12])]
 
 
 def test_recorded_rows_show_what_the_cpu_shows(files: ModelFiles) -> None:

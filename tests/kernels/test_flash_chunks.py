@@ -18,8 +18,10 @@ from torch import Tensor
 from headrace.backends.cuda import chunk_choice, flash_chunks
 from headrace.backends.cuda.chunk_choice import ChunkChoice
 from headrace.backends.cuda.flash_chunks import LEAST_ROWS, FlashChunks, unsupported
+from headrace.backends.cuda.flash_table import FlashTable
 from headrace.errors import ConfigError
 from headrace.kernels.attention import attend_reference
+from headrace.kernels.columns import StepColumns
 from headrace.kernels.dense_prefill import Span
 from headrace.kernels.gather_keys import (
     BEHIND,
@@ -30,6 +32,7 @@ from headrace.kernels.gather_keys import (
     room_of,
 )
 from tests.kernels.attention_cache import paged
+from tests.kernels.conftest import assert_close
 from tests.kernels.test_step_attention import DEVICE, Step, spec_of
 
 CALLS: list[dict[str, Any]] = []  # what the stand-in was called with
@@ -56,12 +59,16 @@ def fwd(
     assert q.shape == out.shape
     assert q.stride(2) == k.stride(2) == v.stride(2) == out.stride(2) == 1
     queries, begins, used = (x.tolist() for x in (cu_seqlens_q, cu_seqlens_k, seqused_k))
-    assert queries[-1] == q.shape[0]
+    assert queries[-1] <= q.shape[0]
     assert begins[-1] <= k.shape[0]
     counts = [queries[i + 1] - queries[i] for i in range(len(used))]
-    assert (max_seqlen_q, max_seqlen_k) == (max(counts), max(used))
-    CALLS.append({"counts": counts, "lengths": used, "scale": softmax_scale})
-    for i, length in enumerate(used):
+    assert max_seqlen_q >= max(counts)
+    assert max_seqlen_k >= max(used)
+    some = sum(count > 0 for count in counts)
+    assert not any(counts[some:]), "unused ones are the last"
+    CALLS.append({"counts": counts[:some], "lengths": used[:some], "scale": softmax_scale})
+    CALLS[-1]["most"] = max_seqlen_q, max_seqlen_k
+    for i, length in enumerate(used[:some]):
         keys, values = (x[begins[i] : begins[i + 1]].transpose(0, 1) for x in (k, v))
         assert keys.shape[1] >= length + BEHIND, "a tile of keys ends behind its sequence"
         assert not values[:, length:].any(), "what is masked is multiplied by zero all the same"
@@ -138,7 +145,58 @@ def test_what_it_is_called_with_in_a_mixed_step() -> None:
         counts = [call["counts"] for call in CALLS]
         assert counts == [[least], [40, least]], "what is left parts the tokens of two calls"
         assert [call["lengths"] for call in CALLS] == [[20 + least], [40, 30 + least]]
+        assert [call["most"] for call in CALLS] == [(least, 20 + least), (40, 30 + least)]
         assert {call["scale"] for call in CALLS} == {16**-0.5}
+
+
+def test_chunks_of_a_graph() -> None:
+    """One table for steps of any chunks, and for none; single tokens leave what they like where
+    chunks begin."""
+    for spans in ([(7, 1), (20, 9), (3, 4)], [(0, 16)], [(2, 1), (8, 1), (64, 3)]):
+        step = Step(spans, spec_of(2, 1, 16), torch.float32)
+        library = with_flash(step, fwd=fwd, buffer_bytes=2 * 16 * 4 * 2 * room_of(70))
+        table = step.attention.library_table(4)
+        assert table is not None
+        before = table.ready
+        library.prepare(step.cache.k, step.cache.v, step.cache.tables)
+        assert (before, table.ready) == (False, True)
+        CALLS.clear()
+        columns = step.columns
+        planned = table.planned(step.tokens, columns.tables)
+        out = torch.full_like(step.q, 7.0)
+        planned.attend(step.q, step.cache.k, step.cache.v, out)
+        assert (out == 7).all(), "nothing is loaded"
+        singles = sum(count == 1 for _, count in spans)
+        firsts = [sum(count for _, count in spans[:i]) for i in range(len(spans))]
+        chunks = [
+            Span(i, start, count, firsts[i])
+            for i, (start, count) in enumerate(spans)
+            if i >= singles
+        ]
+        table.load(chunks)
+        alone = StepColumns(columns.rows, columns.positions, columns.writes, columns.tables)
+        made = step.attention.chunked(alone, step.tokens, None, planned)
+        found = made.attend(step.layer, step.q, step.cache.k, step.cache.v, out)
+        assert_close(found, step.reference(), step.dtype)
+        assert CALLS[-1]["counts"] == [span.count for span in chunks]
+        table.clear()
+        made.attend(step.layer, step.q, step.cache.k, step.cache.v, out)
+        assert CALLS[-1]["counts"] == []
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=9))
+def test_what_fits_a_graph(lengths: list[int]) -> None:
+    shape = (4, 1, 16, 0.25, torch.float32, torch.device("cpu"))
+    library = FlashChunks(64, *shape, fwd=fwd, buffer_bytes=2 * 16 * 4 * 1024)
+    table = FlashTable(library, 4, torch.device("cpu"))
+    fits = len(lengths) <= 4 and sum(map(room_of, lengths)) <= 1024
+    assert table.fits([length - 1 for length in lengths], [1] * len(lengths)) == fits
+    if fits:
+        table.load([Span(i, length - 1, 1, i) for i, length in enumerate(lengths)])
+        (call,) = table.planned(64, torch.zeros(4, 64, dtype=torch.int32))._calls
+        assert call.lengths.tolist() == lengths + [0] * (4 - len(lengths))
+        assert int(call.queries[-1]) == len(lengths)
+        assert (call.tiles[:, 0] >= 0).sum() * TILE == sum(map(room_of, lengths))
 
 
 def test_what_does_not_fit_the_buffer() -> None:
@@ -259,3 +317,34 @@ def test_mixed_step_on_the_card(heads: int, kv_heads: int, d: int) -> None:
     chunks.prepare(cache.k, cache.v, cache.tables)
     for _ in range(6):
         step.run()
+
+
+@pytest.mark.skipif(
+    bool(missing_on_the_card()), reason=f"FlashAttention 3: {missing_on_the_card()}"
+)
+def test_a_graph_on_the_card() -> None:
+    spans = [(700, 1), (0, 300), (500, 600), (1000, 17), (3000, 100), (9, 3)]
+    step = Step(spans, spec_of(10, 2, 128), torch.bfloat16)
+    library, cache = with_flash(step), step.cache
+    library.prepare(cache.k, cache.v, cache.tables)
+    table = step.attention.library_table(64)
+    assert table is not None
+    planned = table.planned(step.tokens, cache.tables)
+    out = torch.full_like(step.q, torch.nan)
+    planned.attend(step.q, cache.k, cache.v, out)
+    torch.cuda.synchronize()
+    assert out.isnan().all(), "nothing is loaded"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        planned.attend(step.q, cache.k, cache.v, out)
+    firsts = [sum(count for _, count in spans[:i]) for i in range(len(spans))]
+    chunks = [Span(i, *spans[i], firsts[i]) for i in range(1, len(spans))]
+    expected = step.reference()
+    for own in (chunks, chunks[1:3], chunks[4:], chunks[:1]):
+        table.load(own)
+        out.fill_(torch.nan)
+        graph.replay()
+        begin, end = own[0].first, own[-1].first + own[-1].count
+        assert_close(out[begin:end], expected[begin:end], step.dtype)
+        assert out[:begin].isnan().all(), "tokens of no chunk are left as they are"
+        assert out[end:].isnan().all(), "tokens of no chunk are left as they are"

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.backends.cuda.chunk_choice import ChunkChoice
 from headrace.backends.cuda.chunk_library import PlannedChunks
-from headrace.backends.cuda.chunk_table import leading_singles
+from headrace.backends.cuda.chunk_table import chunk_spans, leading_singles
+from headrace.backends.cuda.flash_chunks import FlashChunks
+from headrace.backends.cuda.flash_table import FlashTable
 from headrace.backends.cuda.upload import Upload
 from headrace.config import PrefillAttention, Resolved
 from headrace.kernels.attention_configs import prefill_config
@@ -96,20 +97,32 @@ class Attention:
         """A step in which every token is a query of its own."""
         return StepAttention(self, columns, columns.rows.shape[0], None)
 
-    def chunked(self, columns: StepColumns, singles: int, chunks: Chunks) -> StepAttention:
-        """A step of a captured graph: `singles` tokens alone, then chunks."""
-        return StepAttention(self, columns, singles, chunks)
+    def chunked(
+        self,
+        columns: StepColumns,
+        singles: int,
+        chunks: Chunks | None,
+        planned: PlannedChunks | None = None,
+    ) -> StepAttention:
+        """A step of a captured graph: `singles` tokens alone, then chunks, of ours or a library.
+
+        Chunks may begin before token `singles`: what those alone wrote there is overwritten.
+        """
+        return StepAttention(self, columns, singles, chunks, planned=planned)
+
+    def library_table(self, chunks: int) -> FlashTable | None:
+        """Where graphs read a library's chunks; None where no library has any there."""
+        library = self.choice.library
+        if not isinstance(library, FlashChunks):
+            return None
+        return FlashTable(library, chunks, self._device)
 
     def mixed(self, columns: StepColumns, plan: StepPlan) -> StepAttention:
         """A step as the plan has it: single tokens first, then chunks."""
         singles = leading_singles(plan)
         if singles == len(plan.counts):
             return self.singles(columns)
-        firsts = (np.cumsum(plan.counts) - plan.counts).tolist()
-        spans = [
-            Span(*of_one)
-            for of_one in zip(plan.rows, plan.starts, plan.counts, firsts, strict=True)
-        ][singles:]
+        spans = chunk_spans(plan, singles)
         library, planned = self.choice.library, None
         if library is not None and library.ready:
             planned, spans = library.plan(spans, columns.tables)
@@ -170,8 +183,6 @@ class StepAttention:
         `out`, or in its stead what cuDNN wrote, where that has a row for every token.
         """
         out = self._attend_dense(q, k, v, out)
-        if self._planned is not None:
-            self._planned.attend(q, k, v, out)
         shared, singles = self._shared, self._singles
         how: dict[str, Any] = {
             "scale": attention.scale,
@@ -193,6 +204,8 @@ class StepAttention:
                 out=out[:singles],
                 config=config,
             )
+        if self._planned is not None:
+            self._planned.attend(q, k, v, out)
         if self._chunks is not None:
             prefill(
                 q,

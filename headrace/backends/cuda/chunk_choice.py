@@ -1,7 +1,7 @@
 """Which library takes chunks of prompts, and why: the setting `prefill_attention`.
 
-Only chunks of steps that are launched call by call go to one; what a library leaves, and all chunks
-of captured graphs, are our kernel's.
+What a library leaves is our kernel's, and so are all chunks of captured graphs, but for those of
+large graphs where FlashAttention 3 is taken.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ class ChunkChoice:
         set_or_not = "as set: " if self._choice != "auto" else ""
         if self.library is not None:
             what = self.library.prepare(k, v, tables)
-            more = "in steps without a graph; else Triton" + self._passed_over
-            return Resolved(self.library.name, f"{set_or_not}{what}, {more}")
+            return Resolved(
+                self.library.name, f"{set_or_not}{what}; else Triton{self._passed_over}"
+            )
         if self.dense is None:
             return Resolved("triton", self._why_not + self._passed_over)
         self.dense.prepare(k, v, tables)

@@ -21,7 +21,8 @@ class PlannedChunks(Protocol):
 
 
 class ChunkLibrary(Protocol):
-    """Chunks of steps that are launched call by call, each query over all keys up to its own."""
+    """Chunks of steps that are launched call by call, each query over all keys up to its own. A
+    captured graph has a library's chunks where `flash_table` gives them memory of a fixed place."""
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels.chunks import Chunks, Tiling
+from headrace.kernels.dense_prefill import Span
 from headrace.messages import StepPlan
 
 MAX_CHUNKS = 64
@@ -15,6 +16,13 @@ MAX_CHUNKS = 64
 def leading_singles(plan: StepPlan) -> int:
     """The rows of one token that a plan begins with: its decode rows, if it has chunks too."""
     return next((i for i, count in enumerate(plan.counts) if count > 1), len(plan.counts))
+
+
+def chunk_spans(plan: StepPlan, first: int) -> list[Span]:
+    """The rows of `plan` from `first` on."""
+    firsts = (np.cumsum(plan.counts) - plan.counts).tolist()
+    parts = (plan.rows, plan.starts, plan.counts, firsts)
+    return [Span(*span) for span in zip(*(part[first:] for part in parts), strict=True)]
 
 
 class ChunkTable:

@@ -24,13 +24,19 @@ from headrace.backends.cuda.upload import Upload
 from headrace.errors import ConfigError
 from headrace.extras import install
 from headrace.kernels.dense_prefill import Buffer, Span
-from headrace.kernels.gather_keys import BEHIND, TILE, Places, gather_keys, room_of
+from headrace.kernels.gather_keys import (
+    BEHIND,
+    TILE,
+    TILE_WORDS,
+    Places,
+    gather_keys,
+    room_of,
+)
 
 MODULE = "fa3_fwd"
 LEAST_ROWS = 1024  # queries times heads a KV head: fewer gain less than their gathering costs
-_BYTES = 128 << 20  # of gathered K and V, unless a step's own tokens are more
+BUFFER_BYTES = 128 << 20  # of gathered K and V, unless a step's own tokens are more
 _BUFFERS = 4  # that a step fills at most
-_TILE_WORDS = 4
 
 
 def unsupported(
@@ -67,7 +73,7 @@ def load() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """Chunks that follow one another, whose keys fit the buffer together."""
 
     tokens: slice
@@ -83,7 +89,7 @@ class GatheredChunks:
     """The chunks of one step, ready for every layer."""
 
     def __init__(
-        self, calls: Sequence[_Call], tables: Tensor, buffer: Buffer, fwd: Any, scale: float
+        self, calls: Sequence[Call], tables: Tensor, buffer: Buffer, fwd: Any, scale: float
     ) -> None:
         self._calls, self._tables, self._buffer = calls, tables, buffer
         self._fwd, self._scale = fwd, scale
@@ -113,7 +119,8 @@ class GatheredChunks:
 class FlashChunks:
     """Chunks of many queries whose sequence fits the buffer; see `ChunkLibrary`.
 
-    max_tokens: of a step. fwd: the operator; the package's own where None. Raises ConfigError where
+    max_tokens: of a step. fwd: the operator; the package's own where None. buffer_bytes: 0 =
+    BUFFER_BYTES. Raises ConfigError where
     the package cannot be imported.
     """
 
@@ -128,24 +135,24 @@ class FlashChunks:
         device: torch.device,
         *,
         fwd: Any = None,
-        buffer_bytes: int = _BYTES,
+        buffer_bytes: int = 0,
     ) -> None:
         self.name = "flash"
         self._fwd = load() if fwd is None else fwd
         self._shape, self._scale = (heads, head_dim), scale
         self._least = -(-LEAST_ROWS * kv_heads // heads)
-        fitting = buffer_bytes // (2 * kv_heads * head_dim * dtype.itemsize)
+        fitting = (buffer_bytes or BUFFER_BYTES) // (2 * kv_heads * head_dim * dtype.itemsize)
         self.room = max(room_of(max_tokens), fitting // TILE * TILE)
         self._buffer = Buffer(self.room, kv_heads, head_dim, dtype, device)
         self._most = _BUFFERS * self.room
-        words = self._most // TILE * _TILE_WORDS + 5 * (max_tokens // self._least + 1)
+        words = self._most // TILE * TILE_WORDS + 5 * (max_tokens // self._least + 1)
         self._upload = Upload((words,), device)
         self._plan = torch.zeros(words, dtype=torch.int32, device=device)
         self.ready = False
 
     def compile(self, cache: Tensor, tables: Tensor) -> None:
         """See `ChunkLibrary`."""
-        tiles = self._plan[:_TILE_WORDS].view(-1, _TILE_WORDS)
+        tiles = self._plan[:TILE_WORDS].view(-1, TILE_WORDS)
         gather_keys(cache, cache, tables, tiles, self._buffer.k, self._buffer.v)
 
     def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> str:
@@ -204,9 +211,9 @@ class FlashChunks:
             places = Places.of([span.row for span in group], lengths)
             first = group[0].first
             calls.append(
-                _Call(
+                Call(
                     tokens=slice(first, first + sum(counts)),
-                    tiles=put(places.tiles).view(-1, _TILE_WORDS),
+                    tiles=put(places.tiles).view(-1, TILE_WORDS),
                     begins=put(places.begins),
                     lengths=put(np.array(lengths, np.int32)),
                     queries=put(np.cumsum([0, *counts], dtype=np.int32)),
@@ -215,4 +222,8 @@ class FlashChunks:
                 )
             )
         self._upload.send(self._plan, at)
+        return self.gathered(calls, tables)
+
+    def gathered(self, calls: Sequence[Call], tables: Tensor) -> GatheredChunks:
+        """Chunks whose lists are on the device, or will be."""
         return GatheredChunks(calls, tables, self._buffer, self._fwd, self._scale)

@@ -175,7 +175,7 @@ class FlashInferChunks:
                 f"or mend this: {type(error).__name__}: {_ends(str(error))}",
                 param=SETTING,
             ) from error
-        return f"its {self.kernel} kernel"
+        return f"its {self.kernel} kernel in steps without a graph"
 
     def plan(self, spans: Sequence[Span], tables: Tensor) -> tuple[WrappedChunks, list[Span]]:
         """See `ChunkLibrary`. It takes every chunk."""

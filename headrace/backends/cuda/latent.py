@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.chunk_library import PlannedChunks
 from headrace.backends.cuda.chunk_table import leading_singles
 from headrace.backends.cuda.upload import Upload
 from headrace.config import Resolved
@@ -100,8 +101,18 @@ class LatentPaths:
         """A step in which every token is a query of its own."""
         return LatentStep(self, columns, columns.rows.shape[0], None, None)
 
-    def chunked(self, columns: StepColumns, singles: int, chunks: Chunks) -> LatentStep:
+    def library_table(self, chunks: int) -> None:
+        """No library's chunks are in graphs."""
+
+    def chunked(
+        self,
+        columns: StepColumns,
+        singles: int,
+        chunks: Chunks | None,
+        planned: PlannedChunks | None = None,
+    ) -> LatentStep:
         """A step of a captured graph: `singles` tokens alone, then chunks."""
+        assert planned is None, "no library has chunks of latent attention"
         return LatentStep(self, columns, singles, chunks, None)
 
     def mixed(self, columns: StepColumns, plan: StepPlan) -> LatentStep:
