@@ -174,13 +174,14 @@ def loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _pythonic(tool: Offer, at: int) -> list[str]:
     """f(a=..., b=...): required parameters first, then optional ones, each as the schema has it."""
     schema = tool.parameters
-    properties = schema.get("properties") or {}
+    properties, needed = schema.get("properties") or {}, schema.get("required")
     where = f"{tool.param}: the pythonic form of calls"
     if not isinstance(properties, Mapping) or any(k in schema for k in ("anyOf", "oneOf", "$ref")):
         raise InvalidRequest(f"{where} needs an object with properties", param=tool.param)
     defs = {key: schema[key] for key in _DEFINITIONS if key in schema}
     rules, given = [], []
-    required = [name for name in schema.get("required") or [] if name in properties]
+    listed = needed if isinstance(needed, list) else []
+    required = [name for name in listed if isinstance(name, str) and name in properties]
     optional = [name for name in properties if name not in required]
     for number, name in enumerate([*required, *optional]):
         if not name.isidentifier() or not tool.name.isidentifier():

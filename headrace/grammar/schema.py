@@ -70,25 +70,26 @@ def _fail(where: str, keyword: str, why: str) -> InvalidRequest:
 
 
 def _walk(schema: Any, where: str, depth: int = 0) -> Iterator[tuple[str, Schema]]:
-    """Every schema in it that is an object, with its place."""
+    """Every schema in it that is an object, with its place. What it says in `MAPS` and `LISTS` is
+    of their kind."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"{where}: a schema is an object or a boolean, not {schema!r:.50}")
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{where[:80]}...: nested deeper than {MAX_DEPTH}")
+    for keyword in MAPS:
+        if not isinstance(schema.get(keyword, {}), Mapping):
+            raise _fail(where, keyword, "it is an object of schemas")
+    for keyword in LISTS:
+        if not isinstance(schema.get(keyword, []), list):
+            raise _fail(where, keyword, "it is a list of schemas")
     yield where, schema
     for keyword in MAPS:
-        inner = schema.get(keyword, {})
-        if not isinstance(inner, Mapping):
-            raise _fail(where, keyword, "it is an object of schemas")
-        for name, sub in inner.items():
+        for name, sub in schema.get(keyword, {}).items():
             yield from _walk(sub, f"{where}.{keyword}.{name}", depth + 1)
     for keyword in LISTS:
-        many = schema.get(keyword, [])
-        if not isinstance(many, list):
-            raise _fail(where, keyword, "it is a list of schemas")
-        for at, sub in enumerate(many):
+        for at, sub in enumerate(schema.get(keyword, [])):
             yield from _walk(sub, f"{where}.{keyword}[{at}]", depth + 1)
     for keyword in SINGLE:
         if keyword in schema:

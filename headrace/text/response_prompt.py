@@ -61,7 +61,7 @@ def prompt_fields(body: Responses, items: Iterable[Mapping[str, Any]]) -> dict[s
 
 
 def input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """`input` as items with ids, as they are stored and listed."""
+    """`input` as items with ids, as they are stored and listed. Raises InvalidRequest."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -69,6 +69,8 @@ def input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]
     out = []
     for item in given:
         kind = item.get("type") or "message"
+        if not isinstance(kind, str):
+            raise InvalidRequest(f"input[{len(out)}].type: a string", param="input")
         content = item.get("content")
         if kind == "message" and isinstance(content, str):
             said = "output_text" if item.get("role") == "assistant" else "input_text"

@@ -151,6 +151,15 @@ def test_a_schema_that_cannot_be_enforced() -> None:
     assert caught.value.param == "tools[0]"
 
 
+@pytest.mark.parametrize("odd", [5, True, "a", [["a"]], {"a": 1}])
+def test_a_list_of_names_that_is_none(odd: Any) -> None:
+    """`required`, where nobody asked for a strict schema."""
+    schema = {"type": "object", "properties": {"a": {}}, "required": odd}
+    listed = forced(Way("pythonic"), [Offer("f", schema, False, "tools[0]")], 1)
+    assert accepts(listed, "[f()]")
+    assert accepts(listed, "[f(a=1)]")
+
+
 @pytest.mark.parametrize(
     "schema",
     [

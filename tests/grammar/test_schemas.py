@@ -164,6 +164,17 @@ def test_strict_mode(schema: dict[str, Any], named: str) -> None:
         json_grammar(schema, "schema", strict=True)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("odd", [None, 5, "x", ["x"]])
+def test_what_holds_schemas_holds_nothing_else(odd: Any, strict: bool) -> None:
+    for schema, named in (
+        ({"type": "object", "additionalProperties": False, "properties": odd}, "an object of"),
+        (closed(a={"anyOf": odd}), "a list of|a schema is"),
+    ):
+        with pytest.raises(InvalidRequest, match=named):
+            json_grammar(schema, "schema", strict=strict)
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

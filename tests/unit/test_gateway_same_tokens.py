@@ -265,6 +265,7 @@ def test_the_examples_reach_what_they_should() -> None:
         ),
         ("/v1/messages", {"messages": []}, "length >= 1"),
         ("/v1/responses", {"input": 5}, "$.input"),
+        ("/v1/responses", {"input": [{"content": "hi"}, {"type": ["x"]}]}, "input[1].type"),
         ("/v1/responses", {}, "empty"),
         ("/v1/chat/completions", {"messages": [], "chat_template": "x"}, "chat_template"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "$.prompt"),
