@@ -184,7 +184,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             port = parts.port
         except ValueError:
             raise ConfigError(f"worker {self.url!r}: no URL", param="workers") from None
-        more = parts.path.strip("/") or parts.query
+        more = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
         if parts.scheme not in PORTS or not parts.hostname or more:
             raise ConfigError(
                 f"worker {self.url!r}: http://HOST:PORT or https://HOST:PORT, without a path",
@@ -210,7 +210,7 @@ def read_fleet(path: Path) -> FleetFile:
         fleet = msgspec.convert(tomllib.loads(path.read_text()), FleetFile)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", param="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", param="config") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}", param="config") from None
@@ -224,6 +224,8 @@ def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
     started on demand and does not say for which models, and for a name that cannot be asked for."""
     seen = set()
     for spec in workers:
+        place = (spec.lookup, spec.address)
+        _check_written(spec)
         if spec.lookup:
             _check_lookup(spec)
         if spec.start is not None and not spec.start.warm and not spec.models:
@@ -232,9 +234,36 @@ def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
             )
         if spec.secure:
             trust.load(spec.ca_file)
-        if (spec.lookup, spec.address) in seen:
+        if place in seen:
             raise ConfigError(f"worker {spec.url} is named twice", param="workers")
-        seen.add((spec.lookup, spec.address))
+        seen.add(place)
+
+
+def _check_written(spec: WorkerSpec) -> None:
+    """What stands in every request to it, and could break the lines there."""
+    for name in ("url", "api_key", "host", "health_path"):
+        value = getattr(spec, name)
+        if not (value.isascii() and value.isprintable()) or " " in value:
+            shown = "this" if name == "api_key" else repr(value)
+            raise ConfigError(
+                f"worker {spec.url!r}: {name}: printable ASCII without blanks, not {shown}",
+                param="workers",
+            )
+    if not spec.health_path.startswith("/"):
+        raise ConfigError(
+            f"worker {spec.url}: health_path = {spec.health_path!r}: a path, from / on",
+            param="workers",
+        )
+    if spec.host:
+        try:
+            parts = urlsplit(f"//{spec.host}")
+            named = parts.netloc == spec.host and parts.hostname and parts.port != 0
+        except ValueError:
+            named = False
+        if not named or "@" in spec.host:
+            raise ConfigError(
+                f"worker {spec.url}: host = {spec.host!r}: NAME or NAME:PORT", param="workers"
+            )
 
 
 def _check_lookup(spec: WorkerSpec) -> None:

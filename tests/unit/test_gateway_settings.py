@@ -42,7 +42,18 @@ def test_bad_settings_are_named(values: dict[str, Any], named: str) -> None:
         ('[[workers]]\nurl = "http://x/path"', "without a path"),
         ('[[workers]]\nurl = "http://x"\n[[workers]]\nurl = "http://x:80/"', "twice"),
         ('[[workers]]\nurl = "http://x"\nweight = 1', "weight"),
+        ('[[workers]]\nurl = "http://u:p@x"', "without a path"),
+        ('[[workers]]\nurl = "http://x#y"', "without a path"),
+        ('[[workers]]\nurl = "dnssrv+http://x:99999"', "no URL"),
+        ('[[workers]]\nurl = "http://é"', "url: printable ASCII"),
+        ('[[workers]]\nurl = "http://x"\napi_key = "a\\n"', "api_key: .* not this"),
+        ('[[workers]]\nurl = "http://x"\nhost = "a b"', "host: printable ASCII"),
+        ('[[workers]]\nurl = "http://x"\nhost = "[a"', "NAME:PORT"),
+        ('[[workers]]\nurl = "http://x"\nhost = "a:b"', "NAME:PORT"),
+        ('[[workers]]\nurl = "http://x"\nhost = "http://a"', "NAME:PORT"),
+        ('[[workers]]\nurl = "http://x"\nhealth_path = "health"', "from / on"),
         ("[", "not TOML"),
+        ("a = " + "[" * 5000, "not TOML"),
     ],
 )
 def test_bad_fleet_files_are_named(tmp_path: Path, text: str, named: str) -> None:
