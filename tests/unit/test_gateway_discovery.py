@@ -398,6 +398,6 @@ def test_what_is_no_server(text: str) -> None:
 
 def test_without_dnspython(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"headrace\[dns\]"):
+    with pytest.raises(ConfigError, match=r"names need dnspython: .*pip install"):
         check_workers((WorkerSpec(url="dns+http://x"),))
     check_workers((WorkerSpec(url="http://x"),))
