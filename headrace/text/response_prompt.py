@@ -66,7 +66,7 @@ def input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]
         return []
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    out = []
+    out: list[dict[str, Any]] = []
     for item in given:
         kind = item.get("type") or "message"
         if not isinstance(kind, str):
