@@ -65,11 +65,16 @@ def find_model(settings: Settings, say: Callable[[str], None]) -> ModelFiles:
 
 
 def build_engine(
-    settings: Settings, files: ModelFiles, report: Report, progress: Progress | None = None
+    settings: Settings,
+    files: ModelFiles,
+    report: Report,
+    progress: Progress | None = None,
+    *,
+    prompts_first: bool = False,
 ) -> tuple[ServingEngine, EngineInfo]:
     """Load the model and put an engine around it; `progress` hears of every piece of its weights.
 
-    Raises SetupError.
+    prompts_first: whole answers are waited for, not tokens. Raises SetupError.
     """
     settings = settled(settings)
     if settings.engine == "naive":
@@ -99,6 +104,7 @@ def build_engine(
         runner,
         overlap=resolve_overlap(settings, settings.backend).value,
         itl_target_s=target_s.value,
+        prompts_first=prompts_first,
         grammars=build_grammars(settings, files, facts.vocab_size),
         publisher=publisher,
     )

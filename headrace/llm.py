@@ -59,7 +59,8 @@ class LLM:
             empty for the default model.
         settings: any setting of `headrace serve` by its name, such as max_num_seqs=8. HEADRACE_*
             variables hold for those not given here. An `itl_target_ms` of auto is no limit here:
-            nobody waits for single tokens, so prompts go as fast as they can.
+            nobody waits for single tokens, so prompts go as fast as they can, and a step that they
+            fill is theirs alone.
 
     Raises SetupError: a bad setting, or a model that cannot be found, read or run.
     """
@@ -67,7 +68,8 @@ class LLM:
     def __init__(self, model: str = "", **settings: Any) -> None:
         given = {"model": model, **settings} if model else settings
         self.settings, _ = config.load(given)
-        if self.settings.itl_target_ms == "auto":
+        unhurried = self.settings.itl_target_ms == "auto"
+        if unhurried:
             self.settings = msgspec.structs.replace(self.settings, itl_target_ms="0")
         files = launch.find_model(self.settings, _say)
         dummy = self.settings.load_format == "dummy"
@@ -76,7 +78,9 @@ class LLM:
         server = parse_defaults(self.settings.default_sampling)
         self._sampler = Sampler(self._card, server, self._tokenizer)
         with LoadBar(lambda line: None, shown=sys.stderr.isatty()) as bar:
-            self._engine, self.info = launch.build_engine(self.settings, files, _quiet, bar.show)
+            self._engine, self.info = launch.build_engine(
+                self.settings, files, _quiet, bar.show, prompts_first=unhurried
+            )
         self._handles = itertools.count()
         self._live: dict[int, Job] = {}
         self._seeds = random.Random(self.settings.seed or secrets.randbits(64))

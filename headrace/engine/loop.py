@@ -61,7 +61,7 @@ class Engine:
     is seen by the next one.
 
     settings: settled ones. itl_target_s: the longest step while sequences decode, by the runner's
-    own prediction; 0 = no limit.
+    own prediction; 0 = no limit. prompts_first: see `engine.scheduler`.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Engine:
         *,
         overlap: bool,
         itl_target_s: float = 0.0,
+        prompts_first: bool = False,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: Callable[[StepPlan, StepResult], None] | None = None,
@@ -87,6 +88,7 @@ class Engine:
         assert min(settings.max_num_seqs, settings.max_num_batched_tokens) > 0, "not settled"
         budget = budget_for(capacity.cost, settings.max_num_batched_tokens, itl_target_s)
         self.scheduler = Scheduler(settings, kv, capacity, budget, self._tally)
+        self.scheduler.prompts_first = prompts_first
         self._in_flight: deque[InFlight] = deque()  # plain: empty between turns; overlap: <= 1
         self.meter = Meter(capacity.work, self._in_flight)
         self._pace = Pace(capacity.cost)

@@ -4,6 +4,8 @@ One plan, in order: a better class takes the place of a worse one; every running
 prompt gets one token; what is left of the budget (`engine.budget`) goes to prompts, those that run
 and those that are admitted, best key first. Nothing is admitted past a sequence that does not fit.
 Tokens that a grammar forced are like those of a prompt that runs, but for their memory.
+With `prompts_first` a step that waiting prompts fill is theirs alone: sequences that decode then
+all decode together afterwards, in fewer and fuller steps. For who waits for whole answers.
 
 Memory. An admission reserves all blocks of the tokens it brings, so only decoding asks for more.
 Layers with a window are the exception: they get room chunk by chunk, as far as memory goes, and
@@ -57,9 +59,11 @@ class Scheduler:
         self.resident_requests = 0  # requests with at least one row
         self.launched = 0  # number of the newest step
         self.headroom_tokens = HEADROOM_TOKENS
+        self.prompts_first = False
         self.growth_blocks = 0  # what all running sequences may still ask for
         self.claimed_blocks = 0  # what layers with a window may still take for known tokens
         self.static = settings.scheduling_policy == "static"
+        self._max_tokens = settings.max_num_batched_tokens
         self._ages = settings.scheduling_policy == "priority"
         self._max_wait_s = settings.max_wait_s
         self._tally = tally
@@ -102,7 +106,10 @@ class Scheduler:
         self._pressure *= PRESSURE_DECAY if self._pressure > PRESSURE_OFF else 0.0
         self._make_way(now)
         draft = Draft()
-        prefills = self._decode(draft, now)
+        if self.prompts_first and self._prompts_fill(now):
+            prefills = [s for s in self.running if s.planned < s.base <= s.room]
+        else:
+            prefills = self._decode(draft, now)
         draft.close_decodes()
         left = sum(s.base - s.planned for s in prefills)
         self.budget.begin(
@@ -119,6 +126,21 @@ class Scheduler:
         self.kv.copying(self.launched)
         leaves, self._leaves = self._leaves, []
         return draft.close(self.launched, leaves)
+
+    def _prompts_fill(self, now: float) -> bool:
+        """Whether the next step can be filled with prompts that wait, by rows and memory.
+
+        Layers with a window give their memory back as they go on, so there nobody is held up.
+        """
+        head, count = self._head(now), min(len(self.queue), self.free_rows)
+        if head is None or not count or not self.running or self.kv.windows != (0,):
+            return False
+        if self.queue.tokens * count // len(self.queue) < self._max_tokens:
+            return False
+        left = self.kv.free_blocks - self.claimed_blocks - self._spare(head) - count
+        if left < self.kv.blocks_for(self._max_tokens):
+            return False
+        return head.settled <= self.kv.finished_step and self._fits(head, self.kv.free_blocks)
 
     # ------------------------------------------------------------ decode
 

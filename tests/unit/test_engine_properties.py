@@ -58,6 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_wait_s=st.sampled_from([0.0, 3.0, 1000.0]),
         target_s=st.sampled_from([0.0, 8e-6, 20e-6]),
         late=st.booleans(),
+        prompts_first=st.booleans(),
     )
     def start(
         self,
@@ -73,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_wait_s: float,
         target_s: float,
         late: bool,
+        prompts_first: bool,
     ) -> None:
         self.grammars = FakeGrammars(late=late)
         self.rig = Rig(
@@ -90,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_wait_s=max_wait_s,
             cost=COST if target_s else None,
             itl_target_s=target_s,
+            prompts_first=prompts_first,
             grammars=self.grammars,
         )
         self.gone: set[tuple[int, int]] = set()

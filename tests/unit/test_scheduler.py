@@ -57,6 +57,33 @@ def test_a_running_decode_gets_a_token_in_every_step_of_a_long_prompt(overlap: b
     assert len(rig.tokens[0, short, 0]) == before + 10
 
 
+@LOOPS
+def test_prompts_first_where_they_fill_a_step(overlap: bool) -> None:
+    """Then all decode together; what does not fill a step shares one with those that decode."""
+    rig = Rig(overlap=overlap, blocks=200, rows=10, max_num_batched_tokens=16, prompts_first=True)
+    for _ in range(13):
+        rig.submit(8, 20)
+    rig.run(turns=1000)
+    decodes = [sum(ids is None for ids in plan.ids) for plan in rig.plans]
+    assert decodes[:5] == [0] * 5, "ten rows, two prompts a step"
+    assert decodes[5:24] == [10] * 19
+    assert [prefill_tokens(plan) for plan in rig.plans[:6]] == [16] * 5 + [0]
+    assert sum(map(prefill_tokens, rig.plans[24:])) == 3 * 8
+    rig.check_tokens()
+
+
+@LOOPS
+def test_prompts_without_rows_or_memory_hold_nobody_up(overlap: bool) -> None:
+    rig = Rig(overlap=overlap, blocks=16, rows=8, max_num_batched_tokens=16, prompts_first=True)
+    for _ in range(12):
+        rig.submit(9, 12)
+    rig.run(turns=2000)
+    both = [plan for plan in rig.plans if prefill_tokens(plan) and None in plan.ids]
+    assert both, "a step with both"
+    rig.check_tokens()
+    rig.check_idle()
+
+
 def test_columns_of_a_chunked_prompt() -> None:
     rig = Rig(max_num_batched_tokens=8)
     rig.submit(list(range(20)), 2)
