@@ -26,10 +26,10 @@ from tests.backend.runner_contract import (
     GREEDY,
     OTHER,
     PROMPT,
-    ROWS,
     MakeRunner,
     Steps,
     decode,
+    decode_all,
     generate,
 )
 
@@ -57,12 +57,7 @@ def shaped_rows_keep_to_themselves(make: MakeRunner) -> None:
         for row, sampling in enumerate(who):
             steps.join(row, list(range(row * 8, row * 8 + 8)), sampling)
             steps.forward(row, PROMPT)
-        got = [[token] for token in steps.run()]
-        for _ in range(7):
-            for row in range(ROWS):
-                steps.forward(row, None)
-            for row, token in enumerate(steps.run()):
-                got[row].append(token)
+        got = decode_all(steps, 7)
         steps.runner.close()
         assert got == [plain if s is GREEDY else want[SHAPED.index(s)] for s in who]
 

