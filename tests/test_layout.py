@@ -219,6 +219,13 @@ def triton_kernels() -> list[tuple[Path, ast.FunctionDef]]:
     ]
 
 
+def test_every_kernel_names_its_plain_reference() -> None:
+    paths = {path for path, node in triton_kernels() if node.name.endswith("_kernel")}
+    for path in sorted(paths):
+        if path.is_relative_to(PACKAGE):
+            assert "reference" in path.read_text(), f"{path.relative_to(ROOT)}: and of what?"
+
+
 # Names that Triton's launcher uses for itself.
 LAUNCHER_NAMES = {"params", "options", "backend", "specialization", "grid", "warmup", "self"}
 

@@ -9,6 +9,8 @@ share. The shares of one step are about equal in length, whatever the lengths of
 Tokens of one share are written at once. Else each program leaves a partial result (maximum,
 sum, unnormalised output) in float32, and the last one of its token adds them up: flash decoding
 (https://pytorch.org/blog/flash-decoding/) in one launch.
+
+Plain reference: `attention.decode_reference`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ of one token is a small tile like any other. Online softmax: https://arxiv.org/a
 Tiles that would keep a few multiprocessors busy while the rest of the card has no work left are cut
 into parts of their keys by the plan (`chunks.choose_parts`): each program leaves a partial result
 (maximum, sum, unnormalised output) in float32, the last one of its tile adds them up.
+
+Plain reference: `attention.prefill_reference`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """First pass over logits: of every chunk of every row its largest logit, where, and its weight;
-and what `few_kernel` starts from."""
+and what `few_kernel` starts from.
+
+Plain reference: `sampling.pipeline`.
+"""
 
 from __future__ import annotations
 

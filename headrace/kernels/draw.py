@@ -1,4 +1,7 @@
-"""Last pass: a token a row, from the chunks' peaks and weights. Inverse CDF in order of ids."""
+"""Last pass: a token a row, from the chunks' peaks and weights. Inverse CDF in order of ids.
+
+Plain reference: `sampling.pipeline`.
+"""
 
 from __future__ import annotations
 

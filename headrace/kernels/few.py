@@ -9,6 +9,8 @@ the draw itself are cumulative sums.
 Searches go over integers, the keys of `weights.ordered` or the bits of distances, and sums are of
 integer weights. A row comes here by its own parameters
 and logits alone, whatever the call.
+
+Plain reference: `sampling.pipeline`.
 """
 
 from __future__ import annotations

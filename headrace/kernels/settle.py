@@ -1,4 +1,7 @@
-"""What typical_p starts from: tokens that earlier filters left, and the mean of their logits."""
+"""What typical_p starts from: tokens that earlier filters left, and the mean of their logits.
+
+Plain reference: `sampling.pipeline`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""top_n_sigma: tokens n standard deviations or more below the largest logit are dropped."""
+"""top_n_sigma: tokens n standard deviations or more below the largest logit are dropped.
+
+Plain reference: `sampling.truncation.TopNSigma`.
+"""
 
 from __future__ import annotations
 

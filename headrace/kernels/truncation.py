@@ -6,6 +6,8 @@ of top-k by counting tokens, of top-p by adding weights. A sample of the row say
 lie; tokens in that bracket are gathered, and the search reads those alone. Where the bracket
 missed, or held more than the scratch has room for, the search reads the whole row: slower, and
 the same edge, because counts and weights are integers.
+
+Plain references: `TopK`, `TopP` and `MinP` of `sampling.truncation`.
 """
 
 from __future__ import annotations

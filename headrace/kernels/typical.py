@@ -11,6 +11,8 @@ after each; a third gathers the tokens of the bracket
 that is left, and one program a row finishes among those. Rows that earlier filters left few tokens
 of have them gathered at once. Should a bracket hold more than there is room for, of more than one
 distance, one program searches the whole row: slower, and the same answer.
+
+Plain reference: `sampling.truncation.TypicalP`.
 """
 
 from __future__ import annotations

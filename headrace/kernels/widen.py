@@ -1,4 +1,7 @@
-"""Model logits of some draws, as float32 that the stages before a draw may write to."""
+"""Model logits of some draws, as float32 that the stages before a draw may write to.
+
+Plain reference: the masks of `sampling.pipeline`.
+"""
 
 from __future__ import annotations
 
