@@ -75,7 +75,7 @@ def processor(rounds: int = 5) -> Accelerator:
         memory,
         wide.nbytes / read_s,
         2 * _MATRIX**3 / product_s,
-        "measured here, float32; int8 kernels may pass it",
+        "measured here, float32",
     )
 
 

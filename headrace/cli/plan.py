@@ -10,11 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.accelerators import ACCELERATORS, Accelerator, processor
+from headrace.backends.cpu.device import cores
 from headrace.cli.bench import Numbers, base_of
 from headrace.config import parse_bytes
 from headrace.errors import ConfigError
 from headrace.extras import install
 from headrace.models.sizes import WEIGHT_BYTES
+from headrace.native.library import Library, load
+from headrace.native.rate import product_rate
 from headrace.planning import AS_STORED, KV_BYTES, Limit, Plan, Planner
 from headrace.sources.resolve import resolve
 
@@ -69,7 +72,7 @@ def command(
     """Tell what fits, the least time of decode steps and prompts, and the least cost of a million
     tokens. Reads no weights; of a model of the Hub config and tokenizer are downloaded.
     """
-    on = _device(device, memory, bandwidth, tflops)
+    on = _device(device, memory, bandwidth, tflops, asked["weights"] or "")
     planner = Planner(
         resolve(model, say=lambda line: click.echo(line, err=True), weights=False),
         on,
@@ -94,12 +97,12 @@ def command(
 
 
 def _device(
-    name: str, memory: str | None, bandwidth: float | None, tflops: float | None
+    name: str, memory: str | None, bandwidth: float | None, tflops: float | None, weights: str
 ) -> Accelerator:
     known = ACCELERATORS.get(name)
     given = [what for what in (memory, bandwidth, tflops) if what is not None]
     if known is None:
-        known = processor()
+        known = _processor(weights)
     if not given:
         return known
     return Accelerator(
@@ -109,6 +112,18 @@ def _device(
         tflops * 1e12 if tflops else known.flops_per_s,
         "as given" if len(given) == 3 else f"partly as given, else {known.source}",
     )
+
+
+def _processor(weights: str) -> Accelerator:
+    """This machine's, with products of int8 where a server's native kernels compute so: on
+    quantised weights, which those that are stored may be. `weights`: "" = as stored."""
+    known = processor()
+    library = load() if weights in ("", AS_STORED, "int8", "int4") else None
+    if not isinstance(library, Library):
+        return known
+    rate = max(known.flops_per_s, product_rate(library, cores()))
+    source = "measured here; products by the int8 kernels"
+    return msgspec.structs.replace(known, flops_per_s=rate, source=source)
 
 
 def _beside(planner: Planner, url: str, asked: dict[str, Any]) -> tuple[str, list[Beside]]:

@@ -11,6 +11,7 @@ from headrace.errors import ModelError
 from headrace.native import library as abi
 from headrace.native.library import Library, Op, Step
 from headrace.native.pool import Pool
+from headrace.native.rate import product_rate
 from headrace.native.weights import Arena, PackedMatrix
 from tests.native import rig
 
@@ -20,6 +21,11 @@ FUZZ = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 300)
+
+
+def test_the_rate_of_products_is_one(library: Library) -> None:
+    """Of an op that ran: no processor makes fewer than 0.1 G or more than 100 T a second."""
+    assert 1e8 < product_rate(library, 1, rounds=1) < 1e14
 
 
 def columns_of(name: str) -> int:

@@ -12,11 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.accelerators import ACCELERATORS, Accelerator, processor
+from headrace.cli import plan as plan_command
 from headrace.cli.main import cli, main
 from headrace.errors import ConfigError
 from headrace.models.shape import shape_of
 from headrace.models.sizes import parameters
 from headrace.models.spec import from_hf
+from headrace.native.build import Unavailable
+from headrace.native.library import Library
 from headrace.planning import AS_STORED, Planner
 from tests.unit.test_inspect import GEMMA3, LLAMA_8B, QWEN3_30B, folder
 
@@ -153,6 +156,25 @@ def test_cards_are_whole_and_the_processor_is_measured() -> None:
         assert 50 < card.ridge < 600, "FLOPs a byte of every card since 2017"
     here = processor(rounds=1)
     assert min(here.memory_bytes, here.read_bytes_per_s, here.flops_per_s) > 1e6
+
+
+def test_a_processor_multiplies_as_its_server_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """int8 kernels for what may be quantised, where there are any; else float32."""
+    model, library = str(folder(tmp_path, LLAMA_8B).path), Library.__new__(Library)
+    monkeypatch.setattr(plan_command, "processor", lambda: ROUND)
+    monkeypatch.setattr(plan_command, "product_rate", lambda library, threads: 1e15)
+    monkeypatch.setattr(plan_command, "load", lambda: library)
+
+    def rate(*args: str) -> float:
+        plan = json.loads(run(model, "--device", "cpu", "--json", *args))["plan"]
+        return float(plan["device"]["flops_per_s"])
+
+    assert rate() == rate("--weights", "int4") == 1e15
+    assert rate("--weights", "float32") == ROUND.flops_per_s
+    monkeypatch.setattr(plan_command, "load", lambda: Unavailable("no compiler", "install one"))
+    assert rate() == ROUND.flops_per_s
 
 
 def run(*args: str) -> str:
