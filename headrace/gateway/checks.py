@@ -56,7 +56,8 @@ class Checks:
                 hung = False
             except OSError as error:  # TimeoutError is one
                 timed_out = isinstance(error, TimeoutError)
-                why = "no answer to a check" if timed_out else f"no connection: {error}"
+                said = str(error) or type(error).__name__
+                why = "no answer to a check" if timed_out else f"no connection: {said}"
                 hung = timed_out
             if not hung:
                 good_s = time.monotonic()

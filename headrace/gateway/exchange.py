@@ -202,7 +202,8 @@ class Exchange:
         except OSError as error:  # TimeoutError is one
             self._connecting = None
             if not self._over:
-                self._fail("connect", f"no connection to a worker: {error}")
+                said = str(error) or type(error).__name__
+                self._fail("connect", f"no connection to a worker: {said}")
             return
         self._connecting = None
         if self._over:

@@ -6,9 +6,23 @@ import logging
 import sys
 
 
+class OneLine(logging.Formatter):
+    """What is printed of a message stays on its line, and is text: names that a worker or a client
+    made up begin no line of their own and move no terminal's cursor."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`; what follows it, a traceback, keeps its lines."""
+        if not record.message.isprintable():
+            record.message = "".join(
+                c if c.isprintable() else c.encode("unicode_escape").decode()
+                for c in record.message
+            )
+        return super().formatMessage(record)
+
+
 def configure_logging(level: str) -> None:
     """Print `headrace.*` from `level` on, and warnings of everybody else."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    handler.setFormatter(OneLine("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("headrace").setLevel(level.upper())

@@ -129,6 +129,20 @@ async def test_a_name_that_is_none_is_one_that_cannot_be_reached(host: str) -> N
         assert (await call(made.port, chat())).status == 502
 
 
+async def test_a_connection_that_is_cut_without_a_word_has_a_reason() -> None:
+    """As TLS that ends in the handshake: the error has no text."""
+
+    async def cut() -> upstream.Upstream:
+        raise ConnectionResetError
+
+    async with Mock() as worker, gateway(worker, retries=0) as made:
+        known = made.fleet.workers[worker.url]
+        known.pool.connect = cut  # type: ignore[method-assign]
+        reply = await call(made.port, chat())
+        assert reply.json()["error"]["message"].endswith("ConnectionResetError")
+        await until(lambda: known.why == "no connection: ConnectionResetError", "it is told")
+
+
 async def test_a_conversation_goes_on_with_a_model_of_its_worker() -> None:
     """And what else a body names is not kept among the decisions, however long it is."""
     async with Mock() as worker, gateway(worker) as made:
