@@ -82,7 +82,7 @@ class Relay:
             if asked.op == "end":
                 live.give_up()
             else:
-                await _until_gone(reader, _copy(live, asked.after, writer))
+                await _first_of(_copy(live, asked.after, writer), reader.read(1))
         except (msgspec.MsgspecError, OSError):
             pass  # whoever asked is gone
         finally:
@@ -97,9 +97,9 @@ async def _copy(live: Live, after: int, writer: asyncio.StreamWriter) -> None:
     writer.write(_LENGTH.pack(0))
 
 
-async def _until_gone(reader: asyncio.StreamReader, work: Awaitable[None]) -> None:
-    """`work`, cut short when the other side closes its connection."""
-    tasks = [asyncio.ensure_future(work), asyncio.create_task(reader.read(1))]
+async def _first_of(*works: Awaitable[object]) -> None:
+    """Until one of them has ended, however: the others are cut short."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -211,13 +211,9 @@ def _passed_on(
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        tasks = [asyncio.create_task(pass_on(send)), asyncio.create_task(watch())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await _first_of(pass_on(send), watch())
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()

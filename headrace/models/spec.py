@@ -154,7 +154,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qkv_clip: float = 0.0  # q, k and v within plus and minus this; 0 = as they are
     softcap: float = 0.0  # scores become cap * tanh(score / cap); 0 = as they are
     sinks: bool = False  # a stored score a head takes its share of the softmax and gives nothing
-    alibi: float = 0.0  # exponent of the steepest slope, see `positions.alibi_slopes`; 0 = none
+    alibi: float = 0.0  # exponent of the steepest slope, see `rope.alibi_slopes`; 0 = none
     out_bias: bool = False
     gated: bool = True  # the MLP is down(act(gate) * up), else down(act(up))
     act: Act = "silu"
