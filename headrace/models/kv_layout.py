@@ -23,11 +23,6 @@ class KvLayout(msgspec.Struct, frozen=True):
     places: tuple[tuple[int, int], ...]
 
 
-def whole(spec: ModelSpec) -> KvLayout:
-    """One group: every layer keeps every token."""
-    return KvLayout(spec.layers, (0,), tuple((0, layer) for layer in range(spec.layers)))
-
-
 def layout_of(spec: ModelSpec) -> KvLayout:
     """A group for each kind of layer, or several.
 

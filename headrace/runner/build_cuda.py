@@ -12,7 +12,7 @@ from headrace.backends.cpu.device import cores
 from headrace.backends.cuda.attention import Attention
 from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
-from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore
+from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore, IdSlots
 from headrace.backends.cuda.latent import LatentPaths, shape_of
 from headrace.backends.cuda.ops import Choose, Place
 from headrace.backends.cuda.turns import Turns
@@ -22,6 +22,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import pdl, tuned
 from headrace.kernels.product import Workspace
 from headrace.messages import KernelsInfo
+from headrace.models.kv_layout import KvLayout, layout_of
 from headrace.models.layers import Decoder
 from headrace.models.spec import ModelSpec
 from headrace.runner import ledger
@@ -71,9 +72,11 @@ def forward_on(
     `choose`, `decoding`: configurations of its kernels; None: as the card's table has them.
     Not `graphed`: every step is launched call by call, padded as ever.
     """
-    spec, device = model.spec, buffers.x.device
+    spec, device, layout = model.spec, buffers.x.device, layout_of(model.spec)
     store = CudaKvStore(
-        layers=spec.layers,
+        layers=layout.layers,
+        places=layout.places,
+        keeps_ids=_keeps_ids(layout),
         blocks=blocks,
         kv_heads=spec.kv_heads,
         block_size=plan.block_size,
@@ -84,9 +87,17 @@ def forward_on(
     )
     # An overlapped step may run past the last token of a sequence: two blocks to spare.
     width = -(-plan.max_model_len // plan.block_size) + 2
-    state = DeviceState(plan.max_rows, width, store.spare_block, device)
+    state = DeviceState(
+        plan.max_rows,
+        width,
+        store.spare_block,
+        device,
+        groups=len(layout.windows),
+        id_block=0 if _keeps_ids(layout) else plan.block_size,
+    )
     place = Place(
         store=store,
+        slots=state.slots or IdSlots(store.ids, state.tables[0]),
         buffers=buffers,
         workspace=Workspace(device),
         turns=Turns(model, width * plan.block_size, plan.max_tokens, state.prompts),
@@ -121,6 +132,11 @@ def forward_on(
     return Forward(model, place, state, attention, plan.max_tokens, graphed=graphed)
 
 
+def _keeps_ids(layout: KvLayout) -> bool:
+    """Whether the first KV group has a block for every token, where its id can stand."""
+    return not layout.windows[0]
+
+
 def build_runner(
     settings: Settings,
     model: Decoder,
@@ -134,7 +150,7 @@ def build_runner(
     """
     if model.dtype == torch.bfloat16:  # float16 has no room for products of what is not normed
         model.fold_norms()
-    device = torch.device("cuda", card.index)
+    device, layout = torch.device("cuda", card.index), layout_of(model.spec)
     plan = Plan(
         max_rows=settings.max_num_seqs,
         max_tokens=settings.max_num_batched_tokens,
@@ -148,7 +164,8 @@ def build_runner(
         graphed=settings.cuda_graphs,
     )
     with phase("compile kernels", report):
-        trial = forward_of(model, plan, -(-plan.max_tokens // plan.block_size), card, buffers)
+        step_blocks = -(-plan.max_tokens // plan.block_size) * len(layout.windows)
+        trial = forward_of(model, plan, step_blocks, card, buffers)
         trial.compile(cores())
     with phase("run the largest step", report):
         probe = Probe(trial)
@@ -159,7 +176,7 @@ def build_runner(
         del trial, probe
         torch.cuda.empty_cache()
     blocks = size_kv(settings, model.spec, model.dtype, room)
-    length = ledger.fit_model_len(wanted_len, blocks.value, plan.block_size)
+    length = ledger.fit_model_len(wanted_len, blocks.value, plan.block_size, layout.windows)
     plan = msgspec.structs.replace(plan, max_model_len=length.value)
     forward = forward_of(model, plan, blocks.value, card, buffers)
     with phase("plan the attention of long prompts", report):
@@ -221,6 +238,7 @@ def _capacity(
         generates=model.spec.generates,
         device_uuid=card.uuid,
         draws_note=NOTE,
+        windows=layout_of(model.spec).windows,
     )
 
 
@@ -239,9 +257,9 @@ def size_kv(settings: Settings, spec: ModelSpec, dtype: torch.dtype, room: Room)
     """Blocks of the KV cache. Raises ConfigError if what is left holds none."""
     if settings.kv_blocks:
         return Resolved(settings.kv_blocks, "asked for")
-    block_bytes = (
-        ledger.kv_bytes_per_token(spec, str(dtype).removeprefix("torch.")) + ID_BYTES
-    ) * settings.block_size
+    layout, name = layout_of(spec), str(dtype).removeprefix("torch.")
+    block_bytes = ledger.kv_block_bytes(spec, layout, name, settings.block_size)
+    block_bytes += ID_BYTES * settings.block_size * _keeps_ids(layout)
     if settings.kv_memory:
         key, budget = "kv_memory", parse_bytes(settings.kv_memory, "kv_memory")
         reason = f"kv_memory = {settings.kv_memory}"

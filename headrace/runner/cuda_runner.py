@@ -68,7 +68,7 @@ class CudaTicket:
 
 
 class CudaRunner:
-    """A decoder-only model over one KV group; see `engine.protocol.Runner`.
+    """A decoder-only model; see `engine.protocol.Runner`.
 
     Every call queues work on one stream of the device; only `Ticket.result` waits.
     """
@@ -141,9 +141,8 @@ class CudaRunner:
             if began is not None:
                 began.record()
             self._state.apply(plan)
-            for group, pairs in enumerate(plan.copies):
-                assert group == 0, "this runner has one KV group"
-                self._forward.store.copy(pairs)
+            (copies,) = plan.copies  # one pool
+            self._forward.store.copy(copies)
             if plan.rows:
                 check(plan, self._state.taken)
                 way = self._forward.run(plan)

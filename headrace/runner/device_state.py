@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.backends.cuda.kv_store import IdSlots
 from headrace.backends.cuda.upload import Upload
 from headrace.kernels import state
 from headrace.kernels.draw_params import KINDS, WIDTH, Kind, is_few, kind_of, pack
@@ -22,15 +23,16 @@ _NEUTRAL = pack_edits(Sampling(), 0, 0)
 
 
 class DeviceState:
-    """Block table, last drawn token and sampling parameters of each row.
+    """Block tables, last drawn token and sampling parameters of each row.
 
-    All int32: tables [max_rows + 1, width], last [max_rows + 1], prompts [max_rows + 1] (tokens of
-    each prompt), params [max_rows + 1, 8], edits [max_rows + 1, EDIT_WIDTH] and arena [list_ids]
-    (see `kernels.edit_params`). The last row is the spare one that padding uses: its table names
-    the spare block throughout.
+    All int32: tables [groups, max_rows + 1, width], last [max_rows + 1], prompts [max_rows + 1]
+    (tokens of each prompt), params [max_rows + 1, 8], edits [max_rows + 1, EDIT_WIDTH] and arena
+    [list_ids] (see `kernels.edit_params`). The last row is the spare one that padding uses: its
+    tables name the spare block throughout.
 
-    Nothing of a sequence's ids stands here: `Join.history` is not needed, since every token before
-    a draw has its id beside its K and V (`CudaKvStore.ids`).
+    id_block = 0: nothing of a sequence's ids stands here, and `Join.history` is not needed, since
+    every token before a draw has its id beside its K and V (`CudaKvStore.ids`). Where no KV group
+    keeps all tokens that is not so: then each row has `id_block` * width ids of its own, `slots`.
     """
 
     def __init__(
@@ -40,19 +42,29 @@ class DeviceState:
         spare_block: int,
         device: torch.device,
         list_ids: int = LIST_IDS,
+        *,
+        groups: int = 1,
+        id_block: int = 0,
     ) -> None:
         rows = max_rows + 1
-        self._width = width
-        sizes = [rows * width, rows, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids]
+        self._width, self._rows, self._groups = width, rows, groups
+        self._row_ids = id_block * width
+        sizes = [groups * rows * width, rows, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids]
+        sizes.append(rows * self._row_ids)
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts = torch.split(self._all, sizes)
-        tables, self.last, self.prompts, params, edited, self.arena = parts
+        tables, self.last, self.prompts, params, edited, self.arena, ids = parts
         self._prompts_at, self._params_at = sum(sizes[:2]), sum(sizes[:3])
         self._edits_at, self._arena_at = sum(sizes[:4]), sum(sizes[:5])
-        self.tables, self.params = tables.view(rows, width), params.view(rows, WIDTH)
+        self._ids_at = sum(sizes[:6])
+        self.tables, self.params = tables.view(groups, rows, width), params.view(rows, WIDTH)
         self.edits = edited.view(rows, EDIT_WIDTH)
         self.edits[:] = torch.tensor(_NEUTRAL, dtype=torch.int32)
-        self.tables[max_rows] = spare_block
+        self.tables[:, max_rows] = spare_block
+        self.slots: IdSlots | None = None
+        if id_block:
+            own = torch.arange(rows * width, dtype=torch.int32, device=device)
+            self.slots = IdSlots(ids.view(-1, id_block), own.view(rows, width))
         self.spare_row = max_rows
         self._taken = [False] * max_rows
         self._kinds = [0] * max_rows  # places in KINDS
@@ -91,10 +103,14 @@ class DeviceState:
     def _join(self, join: Join) -> None:
         row = join.row
         assert not self._taken[row], f"row {row} is joined twice"
-        assert len(join.tables) == 1, f"{len(join.tables)} KV groups, this runner has 1"
+        found, groups = len(join.tables), self._groups
+        assert found == groups, f"{found} KV groups, this runner has {groups}"
         assert not join.adapter, "this runner has no adapters"
         self._taken[row] = True
-        self._put(row * self._width, 0, join.tables[0])
+        for group, table in enumerate(join.tables):
+            self._put(group, row, 0, table)
+        if self._row_ids:
+            self._poke(self._ids_at + row * self._row_ids, join.history)
         self._poke(self._prompts_at + row, [join.prompt_tokens])
         self._kinds[row] = KINDS.index(kind_of(join.sampling))
         packed = pack(join.sampling, join.choice)
@@ -128,13 +144,13 @@ class DeviceState:
 
     def _grow(self, grow: Grow) -> None:
         assert self._taken[grow.row], f"row {grow.row} grows but is free"
-        assert grow.group == 0, f"KV group {grow.group}, this runner has 1"
-        self._put(grow.row * self._width, grow.first, grow.blocks)
+        assert grow.group < self._groups, f"KV group {grow.group}, this runner has {self._groups}"
+        self._put(grow.group, grow.row, grow.first, grow.blocks)
 
-    def _put(self, base: int, first: int, blocks: list[int]) -> None:
+    def _put(self, group: int, row: int, first: int, blocks: list[int]) -> None:
         end = first + len(blocks)
         assert end <= self._width, f"{end} blocks in a table that holds {self._width}"
-        self._poke(base + first, blocks)
+        self._poke((group * self._rows + row) * self._width + first, blocks)
 
     def _poke(self, address: int, values: list[int]) -> None:
         self._addresses.extend(range(address, address + len(values)))

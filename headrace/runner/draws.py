@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.cuda.buffers import Buffers
-from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.kv_store import IdSlots
 from headrace.backends.cuda.mask_upload import MaskUpload
 from headrace.backends.cuda.upload import Upload
 from headrace.engine.protocol import Masks
@@ -49,7 +49,7 @@ class Draws:
     def __init__(
         self,
         state: DeviceState,
-        store: CudaKvStore,
+        slots: IdSlots,
         buffers: Buffers,
         vocab: int,
         *,
@@ -59,7 +59,7 @@ class Draws:
         self._state, self._pdl = state, with_pdl
         self._scratch = sampling.Scratch.allocate(draws, vocab, device)
         self._wide = edited.Wide.allocate(min(draws, WIDE_ROWS), vocab, device)
-        self._rows = edited.Rows(state.edits, state.arena, state.tables, store.ids)
+        self._rows = edited.Rows(state.edits, state.arena, slots.tables, slots.ids)
         self._numbers = torch.arange(draws, dtype=torch.int32, device=device)
         self._columns = torch.zeros((_COLUMNS, draws), dtype=torch.int32, device=device)
         self._send_columns = Upload((_COLUMNS, draws), device)

@@ -114,7 +114,7 @@ class Forward:
         self._narrowed_to: list[int] | None = None  # its forward rows in `chosen`; None: all in `x`
         self._seen = _seen()
         self.sampler = Draws(
-            state, place.store, place.buffers, model.spec.vocab_size, with_pdl=place.pdl
+            state, place.slots, place.buffers, model.spec.vocab_size, with_pdl=place.pdl
         )
         self.pooler = Pooler(model, place.buffers, with_pdl=place.pdl)
         cuda = self.device.type == "cuda"
@@ -361,7 +361,7 @@ class Forward:
         Raises ConfigError where what was asked for fails.
         """
         with torch.inference_mode(), self.on_stream():
-            return self._attention.prepare(self.store.k[0], self.store.v[0], self.state.tables)
+            return self._attention.prepare(self.store.k[0], self.store.v[0], self.state.tables[0])
 
     def capture(self, first: int | None = None) -> None:
         """Capture graphs, the largest first: later ones find their memory in its pool.

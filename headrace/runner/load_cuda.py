@@ -13,7 +13,7 @@ from headrace.config import Settings
 from headrace.engine.protocol import Runner
 from headrace.errors import ConfigError
 from headrace.models.features import refuse_missing
-from headrace.models.kv_layout import whole
+from headrace.models.kv_layout import layout_of
 from headrace.runner import ledger
 from headrace.runner.build import LoadInfo, check_weights, info_of, read_facts
 from headrace.runner.build_cuda import build_runner
@@ -50,6 +50,6 @@ def load_cuda(
     )
     weights = ledger.weights_line(p for p in model.parameters() if p.is_cuda)
     lines += ledger.host_lines(p for p in model.parameters() if not p.is_cuda)
-    size, layout = runner.capacity.block_size, whole(facts.spec)
+    size, layout = runner.capacity.block_size, layout_of(facts.spec)
     kv = ledger.kv_line(facts.spec, layout, facts.dtype.value, size, blocks)
     return runner, info_of(runner.capacity, facts, blocks, length, [weights, kv, *lines])

@@ -7,7 +7,7 @@ import torch
 
 from headrace.backends.cuda.chunk_table import leading_singles
 from headrace.backends.cuda.upload import Upload
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import GroupColumns, StepColumns
 from headrace.messages import StepPlan
 
 
@@ -36,20 +36,21 @@ class StepInput:
         self.drawn = np.zeros((3, 0), np.int32)
         self._following: tuple[list[int], list[int], list[int], list[int]] | None = None
 
-    def columns(self, tokens: int, tables: torch.Tensor) -> StepColumns:
-        """The first `tokens` tokens, each where it stands in its sequence."""
-        return StepColumns(
-            self.rows[:tokens], self.positions[:tokens], self.writes[:tokens], tables
-        )
+    def columns(self, tokens: int, tables: torch.Tensor) -> GroupColumns:
+        """The first `tokens` tokens, each where it stands in its sequence.
 
-    def singles(self, tokens: int, tables: torch.Tensor) -> StepColumns:
+        tables [KV groups, rows, width], here and below: columns for each of the groups.
+        """
+        return _each(self.rows[:tokens], self.positions[:tokens], self.writes[:tokens], tables)
+
+    def singles(self, tokens: int, tables: torch.Tensor) -> GroupColumns:
         """The same with the tokens of chunks at position -1: they see nothing."""
-        return StepColumns(self.rows[:tokens], self.alone[:tokens], self.writes[:tokens], tables)
+        return _each(self.rows[:tokens], self.alone[:tokens], self.writes[:tokens], tables)
 
-    def wanted(self, count: int, tables: torch.Tensor) -> StepColumns:
+    def wanted(self, count: int, tables: torch.Tensor) -> GroupColumns:
         """The first `count` tokens whose logits are wanted, their K and V written."""
         rows, positions = self.wanted_rows[:count], self.wanted_positions[:count]
-        return StepColumns(rows, positions, self.writes[:count], tables)
+        return _each(rows, positions, self.writes[:count], tables)
 
     def follows(self, plan: StepPlan) -> bool:
         """Whether the device already holds this plan's columns: every row decodes on.
@@ -110,3 +111,9 @@ class StepInput:
         slot[0, :tokens], slot[1, :tokens], slot[4, :tokens] = spare_row, -1, -1
         slot[9], slot[10] = spare_row, -1
         self._upload.send(self._device, len(slot))
+
+
+def _each(
+    rows: torch.Tensor, positions: torch.Tensor, writes: torch.Tensor, tables: torch.Tensor
+) -> GroupColumns:
+    return [StepColumns(rows, positions, writes, table) for table in tables]

@@ -20,6 +20,7 @@ import torch
 from headrace.config import Settings
 from headrace.engine.protocol import Capacity, Runner, Ticket
 from headrace.messages import Grow, Sampling, StepPlan
+from headrace.models.kv_layout import layout_of
 from headrace.runner.build import read_facts
 from headrace.runner.weights import load_model
 from headrace.sources.files import ModelFiles
@@ -99,17 +100,21 @@ def interpreted(files: ModelFiles, *, folded: bool = False, graphed: bool = True
         heads = of_heads(m, n, k, facts.spec.head_dim) if facts.spec.qk_norm else None
         return heads if kind == "qkv" and heads is not None else default(m, n, k)
 
+    windows = layout_of(facts.spec).windows
+    blocks = BLOCKS * len(windows)
     forward = forward_on(
         model,
         plan,
-        BLOCKS,
+        blocks,
         card,
         buffers,
         choose=choose,
         graphed=graphed,
     )
     vocab = facts.spec.vocab_size
-    capacity = Capacity([BLOCKS], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, vocab, draws_note=NOTE)
+    capacity = Capacity(
+        [blocks], BLOCK_SIZE, ROWS, MAX_MODEL_LEN, vocab, draws_note=NOTE, windows=windows
+    )
     return CudaRunner(forward, capacity)
 
 

@@ -131,6 +131,7 @@ def test_logits_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     _, files = save(name, tmp_path, **changes_of(name))
     groups = 2 if name in ("gemma3", "gemma3n") else 1
     ours, reference = interpreted(files), on_the_cpu(files, groups)
+    assert ours.capacity.windows == reference.capacity.windows
     assert len(reference.capacity.windows) == groups
     got, wanted = logits_of(ours, monkeypatch), logits_of(reference, monkeypatch)
     run_steps(ours)

@@ -97,9 +97,9 @@ class Step:
         plan = StepPlan(
             1, [], [], [], [[]], rows, self.starts, self.counts, ids, [0] * n, [], [], []
         )
-        step = self.attention.mixed(self.columns, plan)
+        step = self.attention.mixed([self.columns], plan)
         out = torch.full(self.q.shape, torch.nan, dtype=self.dtype, device=DEVICE)
-        found = step.attend(self.layer, self.q, self.cache.k, self.cache.v, out)
+        found = step.attend(self.layer, self.q, self.cache.k, self.cache.v, out, 0)
         assert_close(found, self.reference(), self.dtype)
         assert found.is_contiguous()
         self.copied = found is out

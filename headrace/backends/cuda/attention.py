@@ -25,7 +25,7 @@ from headrace.kernels.attention_configs import prefill_config
 from headrace.kernels.attention_decode import Scratch, decode, most_splits
 from headrace.kernels.attention_prefill import PrefillScratch, prefill
 from headrace.kernels.chunks import Chunks, Tiling
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import GroupColumns
 from headrace.kernels.dense_prefill import Span
 from headrace.kernels.tuned import Decoding
 from headrace.messages import StepPlan
@@ -89,17 +89,17 @@ class Attention:
         """
         return self.choice.prepare(k, v, tables)
 
-    def compile(self, model: Decoder, columns: StepColumns, cache: Tensor) -> None:
+    def compile(self, model: Decoder, columns: GroupColumns, cache: Tensor) -> None:
         """Launch what only `mixed` may launch, for `kernels.launch.compiling`."""
-        self.choice.compile(cache, columns.tables)
+        self.choice.compile(cache, columns[0].tables)
 
-    def singles(self, columns: StepColumns) -> StepAttention:
+    def singles(self, columns: GroupColumns) -> StepAttention:
         """A step in which every token is a query of its own."""
-        return StepAttention(self, columns, columns.rows.shape[0], None)
+        return StepAttention(self, columns, columns[0].rows.shape[0], None)
 
     def chunked(
         self,
-        columns: StepColumns,
+        columns: GroupColumns,
         singles: int,
         chunks: Chunks | None,
         planned: PlannedChunks | None = None,
@@ -117,7 +117,7 @@ class Attention:
             return None
         return FlashTable(library, chunks, self._device)
 
-    def mixed(self, columns: StepColumns, plan: StepPlan) -> StepAttention:
+    def mixed(self, columns: GroupColumns, plan: StepPlan) -> StepAttention:
         """A step as the plan has it: single tokens first, then chunks."""
         singles = leading_singles(plan)
         if singles == len(plan.counts):
@@ -125,7 +125,7 @@ class Attention:
         spans = chunk_spans(plan, singles)
         library, planned = self.choice.library, None
         if library is not None and library.ready:
-            planned, spans = library.plan(spans, columns.tables)
+            planned, spans = library.plan(spans, columns[0].tables)
         sizes = [self._dense_size(span) for span in spans]
         dense = [(span, size) for span, size in zip(spans, sizes, strict=True) if size]
         paged = [span for span, size in zip(spans, sizes, strict=True) if not size]
@@ -158,7 +158,7 @@ class StepAttention:
     def __init__(
         self,
         shared: Attention,
-        columns: StepColumns,
+        columns: GroupColumns,
         singles: int,
         chunks: Chunks | None,
         dense: Sequence[tuple[Span, int]] = (),
@@ -166,18 +166,14 @@ class StepAttention:
     ) -> None:
         self._shared, self._singles, self._chunks = shared, singles, chunks
         self._dense, self._planned = dense, planned
-        self._columns = columns
-        self._alone = StepColumns(
-            columns.rows[:singles],
-            columns.positions[:singles],
-            columns.writes[:singles],
-            columns.tables,
-        )
+        self._tables = [of_group.tables for of_group in columns]
+        self._alone = [of_group.first(singles) for of_group in columns]
 
     def attend(
-        self, attention: LayerAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self, attention: LayerAttention, q: Tensor, k: Tensor, v: Tensor, out: Tensor, group: int
     ) -> Tensor:
-        """q, out [T, heads, d]; k, v a layer's cache, where the step's own k and v are already.
+        """q, out [T, heads, d]; k, v the cache of a layer of KV group `group`, where the step's own
+        k and v are already.
 
         Where dense chunks may come, q's memory goes on for `PADDING` rows at both ends. Returns
         `out`, or in its stead what cuDNN wrote, where that has a row for every token.
@@ -197,7 +193,7 @@ class StepAttention:
                 q[:singles],
                 k,
                 v,
-                self._alone,
+                self._alone[group],
                 **how,
                 splits=splits,
                 scratch=shared.scratch,
@@ -211,7 +207,7 @@ class StepAttention:
                 q,
                 k,
                 v,
-                self._columns.tables,
+                self._tables[group],
                 self._chunks,
                 **how,
                 scratch=shared.parts,
@@ -220,10 +216,11 @@ class StepAttention:
         return out
 
     def _attend_dense(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        """For models of one KV group: what cuDNN takes has no windows."""
         tokens, dense = q.shape[0], self._shared.choice.dense
         for i, (span, size) in enumerate(self._dense):
             assert dense is not None, "no plan has dense chunks without"
-            y = dense.attend(span, size, q, k, v, self._columns.tables)
+            y = dense.attend(span, size, q, k, v, self._tables[0])
             before = span.start - span.first  # rows of y before the step's first token
             if i == 0 and 0 <= before <= size - tokens and y.is_contiguous():
                 out = y[before : before + tokens]

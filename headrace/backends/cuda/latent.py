@@ -23,7 +23,7 @@ from headrace.kernels import pdl
 from headrace.kernels.attention_decode import most_splits
 from headrace.kernels.attention_prefill import PrefillScratch
 from headrace.kernels.chunks import Chunks, Tiling
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import GroupColumns
 from headrace.kernels.latent import LatentShape, absorb, value_up
 from headrace.kernels.latent_decode import head_group, latent_decode, latent_scratch
 from headrace.kernels.latent_dense import (
@@ -97,16 +97,16 @@ class LatentPaths:
         """-> which kernels chunks go to, and why."""
         return Resolved("triton", "keys of latent attention are no library's")
 
-    def singles(self, columns: StepColumns) -> LatentStep:
+    def singles(self, columns: GroupColumns) -> LatentStep:
         """A step in which every token is a query of its own."""
-        return LatentStep(self, columns, columns.rows.shape[0], None, None)
+        return LatentStep(self, columns, columns[0].rows.shape[0], None, None)
 
     def library_table(self, chunks: int) -> None:
         """No library's chunks are in graphs."""
 
     def chunked(
         self,
-        columns: StepColumns,
+        columns: GroupColumns,
         singles: int,
         chunks: Chunks | None,
         planned: PlannedChunks | None = None,
@@ -115,7 +115,7 @@ class LatentPaths:
         assert planned is None, "no library has chunks of latent attention"
         return LatentStep(self, columns, singles, chunks, None)
 
-    def mixed(self, columns: StepColumns, plan: StepPlan) -> LatentStep:
+    def mixed(self, columns: GroupColumns, plan: StepPlan) -> LatentStep:
         """A step as the plan has it: single tokens first, then chunks."""
         singles = leading_singles(plan)
         if singles == len(plan.counts):
@@ -126,7 +126,7 @@ class LatentPaths:
 
     def of_chunks(
         self,
-        columns: StepColumns,
+        columns: GroupColumns,
         singles: int,
         rows: Sequence[int],
         starts: Sequence[int],
@@ -149,7 +149,7 @@ class LatentPaths:
         of_keys = DenseKeys(chunks, plan[-n:], plan[-2 * n : -n], keys, int(ends.max()))
         return LatentStep(self, columns, singles, None, of_keys)
 
-    def compile(self, model: Decoder, columns: StepColumns, cache: Tensor) -> None:
+    def compile(self, model: Decoder, columns: GroupColumns, cache: Tensor) -> None:
         """Launch what only `mixed` may launch, for `kernels.launch.compiling`."""
         attention = model.blocks[0].latent
         assert isinstance(attention, LatentAttention), "a model of latent attention"
@@ -165,20 +165,15 @@ class LatentStep:
     def __init__(
         self,
         shared: LatentPaths,
-        columns: StepColumns,
+        columns: GroupColumns,
         singles: int,
         chunks: Chunks | None,
         dense: DenseKeys | None,
     ) -> None:
         self._shared, self._singles = shared, singles
         self._chunks, self._dense = chunks, dense
-        self.columns = columns
-        self._alone = StepColumns(
-            columns.rows[:singles],
-            columns.positions[:singles],
-            columns.writes[:singles],
-            columns.tables,
-        )
+        (of_group,) = columns  # no model has latent attention and windows
+        self.tables, self._alone = of_group.tables, of_group.first(singles)
 
     def attend(self, attention: LatentAttention, q: Tensor, cache: Tensor, out: Tensor) -> Tensor:
         """q [T, heads, nope + rope]; cache: a layer's, where the step's lines are already -> out
@@ -199,14 +194,14 @@ class LatentStep:
                 )  # fmt: skip
             if self._chunks is not None:
                 latent_prefill(
-                    wide, cache, self.columns.tables, self._chunks, shape,
+                    wide, cache, self.tables, self._chunks, shape,
                     scale=attention.scale, scratch=shared.parts, out=sums, with_pdl=shared.with_pdl,
                 )  # fmt: skip
             value_up(sums, weight, shape, out=values[:absorbed], with_pdl=shared.with_pdl)
         if self._dense is not None:
             keys, plan = self._dense.keys, self._dense
             lines, up = shared.lines[:keys], shared.up[:keys]
-            gather_lines(cache, self.columns.tables, plan, out=lines, with_pdl=shared.with_pdl)
+            gather_lines(cache, self.tables, plan, out=lines, with_pdl=shared.with_pdl)
             torch.mm(lines[:, : shape.rank], weight.t(), out=up)
             latent_dense(
                 q, up.view(keys, shape.heads, -1), lines, plan, shape,

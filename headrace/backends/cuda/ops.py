@@ -18,13 +18,13 @@ from torch import Tensor
 
 from headrace.backends.cuda.attention import StepAttention
 from headrace.backends.cuda.buffers import Buffers
-from headrace.backends.cuda.kv_store import CudaKvStore
+from headrace.backends.cuda.kv_store import CudaKvStore, IdSlots
 from headrace.backends.cuda.latent import LatentStep
 from headrace.backends.cuda.turns import Turns
 from headrace.kernels import altup, streams
 from headrace.kernels.activation import activation
 from headrace.kernels.begin import begin
-from headrace.kernels.columns import StepColumns
+from headrace.kernels.columns import GroupColumns
 from headrace.kernels.gate_up import gate_up
 from headrace.kernels.gather import gather_rows
 from headrace.kernels.latent import LatentShape, latent_write
@@ -72,6 +72,7 @@ class Place:
     """What every step of one model shares."""
 
     store: CudaKvStore
+    slots: IdSlots
     buffers: Buffers
     workspace: Workspace
     turns: Turns
@@ -93,6 +94,7 @@ class Wanted:
 
 class CudaOps:
     """One step of `tokens` tokens. `columns` and `ids` hold that many entries on the device.
+    A layer's KV group says which of the columns are its own.
 
     wanted: None = the whole step goes through the last layer. Else what that layer returns stands
     in the buffer `chosen`.
@@ -101,14 +103,14 @@ class CudaOps:
     def __init__(
         self,
         place: Place,
-        columns: StepColumns,
+        columns: GroupColumns,
         ids: Tensor,
         attention: StepAttention | LatentStep,
         wanted: Wanted | None = None,
     ) -> None:
         self._place, self._columns, self._ids = place, columns, ids
         self._attention, self._wanted = attention, wanted
-        self._tokens, self._rows = ids.shape[0], columns.rows
+        self._tokens, self._rows = ids.shape[0], columns[0].rows
         self._at_hand: tuple[Tensor, Norm] | None = None  # what `residual` left normed, for `qkv`
 
     def _config(self, kind: str, tokens: int, weight: Tensor) -> Config | None:
@@ -141,20 +143,21 @@ class CudaOps:
 
     def embed(self, embedding: Embedding, positions: Embedding | None) -> Tensor:
         """-> x [T, hidden]. Moves the step's positions on by one first; see `kernels.begin`."""
-        x, kept = self._place.buffers.x[: self._tokens], self._place.buffers.ids
+        place = self._place
+        x, kept, slots = place.buffers.x[: self._tokens], place.buffers.ids, place.slots
         begin(
             self._ids,
             self._place.last,
             embedding.weight,
-            self._columns,
-            self._place.store.ids,
+            self._columns[0].over(slots.tables),
+            slots.ids,
             x,
             scale=embedding.scale,
             learned=None if positions is None else positions.weight,
             kept=None if kept is None else kept[: self._tokens],
             with_pdl=self._place.pdl,
         )
-        self._place.turns.begin(self._columns)
+        self._place.turns.begin(self._columns[0])
         return x
 
     def rows(self, table: Embedding) -> Tensor:
@@ -168,6 +171,7 @@ class CudaOps:
         """-> q [T, heads, d]; k and v are in the cache."""
         place, n = self._place, self._tokens
         k, v = place.store.k[attention.reads], place.store.v[attention.reads]
+        columns = self._columns[place.store.groups[attention.reads]]
         out, turn = place.buffers.q[:n], place.turns.of(attention.rope)
         norms = None
         if attention.q_norm is not None:
@@ -186,7 +190,7 @@ class CudaOps:
                 y,
                 weights.weight,
                 weights.bias,
-                self._columns,
+                columns,
                 turn.cos,
                 turn.sin,
                 k,
@@ -201,7 +205,7 @@ class CudaOps:
         both, scale, bias = self._projected(x, norm, weights, config)
         return rotary_write(
             both,
-            self._columns,
+            columns,
             turn.cos,
             turn.sin,
             k,
@@ -250,7 +254,7 @@ class CudaOps:
             q,
             kv,
             (attention.kv_norm.weight, attention.kv_norm.eps),
-            self._columns,
+            self._columns[0],
             place.turns.of("global").cos,
             place.turns.of("global").sin,
             place.store.k[attention.layer],
@@ -293,7 +297,8 @@ class CudaOps:
         assert isinstance(self._attention, StepAttention), "made for attention by heads"
         store, layer = self._place.store, attention.reads
         out = self._place.buffers.attended[: self._tokens]
-        out = self._attention.attend(attention, q, store.k[layer], store.v[layer], out)
+        k, v, group = store.k[layer], store.v[layer], store.groups[layer]
+        out = self._attention.attend(attention, q, k, v, out, group)
         return out.view(self._tokens, -1)
 
     def attend_latent(self, attention: LatentAttention, q: Tensor) -> Tensor:
@@ -398,7 +403,7 @@ class CudaOps:
         """-> x + mlp(norm(x)), in place."""
         place, mixture, n = self._place, self._place.buffers.mixture, self._tokens
         assert mixture is not None, "made for a mixture"
-        spare = self._columns.tables.shape[0] - 1
+        spare = self._columns[0].tables.shape[0] - 1
         pieces = -(-n // mixture.tokens)
         for piece in range(pieces):
             own = slice(n * piece // pieces, n * (piece + 1) // pieces)
