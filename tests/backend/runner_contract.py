@@ -32,7 +32,11 @@ OTHER = [33, 2, 18, 77, 9]
 
 
 class Steps:
-    """Sends plans to a runner, numbering them; keeps each row's table and length."""
+    """Sends plans to a runner, numbering them; keeps each row's length.
+
+    Block ids are those of the first KV group. Each other has as many blocks of its own: whatever is
+    said of blocks goes for those of all groups.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -62,13 +66,17 @@ class Steps:
     ) -> None:
         """A sequence of the ids `known` takes a row in the next plan."""
         history = known if sampling.needs_history else []
-        capacity = self.runner.capacity
-        groups = len(capacity.windows)
-        share = capacity.kv_blocks[0] // groups  # each KV group has blocks of its own
-        tables = [[group * share + block for block in blocks] for group in range(groups)]
+        tables = [[first + block for block in blocks] for first in self._firsts()]
         join = Join(row, sampling, choice, tables, "", prompt_tokens or len(known), list(history))
         self.joins.append(join)
         self.length[row] = 0
+
+    def _firsts(self) -> list[int]:
+        """The first block of each KV group."""
+        capacity = self.runner.capacity
+        groups = len(capacity.windows)
+        share = capacity.kv_blocks[0] // groups
+        return [group * share for group in range(groups)]
 
     def forward(
         self,
@@ -109,12 +117,21 @@ class Steps:
             outputs[source] = Output.PROMPT_LOGPROBS
         for source, _ in self.pools:
             outputs[source] = Output.POOL
+        firsts = self._firsts()
+        grows = [
+            Grow(grow.row, group, grow.first, [first + block for block in grow.blocks])
+            for grow in self.grows
+            for group, first in enumerate(firsts)
+        ]
+        copies = [
+            (first + source, first + target) for source, target in self.copies for first in firsts
+        ]
         plan = StepPlan(
             self.step,
             self.leaves,
             self.joins,
-            self.grows,
-            [self.copies],
+            grows,
+            [copies],
             [row for row, _, _, _ in self.rows],
             [start for _, start, _, _ in self.rows],
             [1 if ids is None else len(ids) for _, _, ids, _ in self.rows],
@@ -195,7 +212,7 @@ def offers_what_was_asked(make: MakeRunner) -> None:
     """Capacity is what the suite needs."""
     runner = make()
     capacity = runner.capacity
-    assert capacity.kv_blocks == [BLOCKS]
+    assert capacity.kv_blocks == [BLOCKS * len(capacity.windows)]
     assert capacity.block_size == BLOCK_SIZE
     assert capacity.max_rows == ROWS
     assert capacity.max_model_len == MAX_MODEL_LEN

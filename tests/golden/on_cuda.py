@@ -11,15 +11,23 @@ from torch import Tensor
 from headrace.messages import Join, Output
 from tests.golden.stepping import GREEDY, plan, run
 
+OVERWRITTEN = 640.0
+
 
 class OnCuda:
-    """Sequence i takes row i and the blocks from i * width on."""
+    """Sequence i takes row i and the blocks from i * width on of each KV group. What no later
+    position of a sequence reads is overwritten, as if others had got it."""
 
     def __init__(self, runner: Any, width: int) -> None:
-        self._runner, self._width = runner, width
+        self._runner = runner
         self._forward = runner._forward
         self._step = 0
         self._taken: list[int] = []
+        windows = runner.capacity.windows
+        sequences = runner.capacity.kv_blocks[0] // len(windows) // width
+        self._tables = torch.arange(len(windows) * sequences * width)
+        self._tables = self._tables.view(len(windows), sequences, width)
+        self.ends: list[int] | None = None  # of prefixes that are to be hit later
 
     @property
     def runner(self) -> Any:
@@ -36,11 +44,10 @@ class OnCuda:
         """Of every position from `starts` on, all prompts side by side, `chunk` tokens a step."""
         at = starts or [0] * len(prompts)
         found: list[list[Tensor]] = [[] for _ in prompts]
-        blocks = [list(range(i * self._width, (i + 1) * self._width)) for i in range(len(prompts))]
         columns: dict[str, Any] = {
             "leaves": self._taken,
             "joins": [
-                Join(i, GREEDY, 0, [blocks[i]], prompt_tokens=len(prompt))
+                Join(i, GREEDY, 0, self._tables[:, i].tolist(), prompt_tokens=len(prompt))
                 for i, prompt in enumerate(prompts)
             ],
         }
@@ -60,6 +67,7 @@ class OnCuda:
             for i, piece in zip(rows, self._run(columns), strict=True):
                 found[i].append(piece)
                 at[i] += piece.shape[0]
+                self._pass_windows(i, at[i])
             columns = {}
         return [torch.cat(pieces) for pieces in found]
 
@@ -77,6 +85,17 @@ class OnCuda:
         ticket.result()
         found, ends = torch.cat(pieces), accumulate(counts)
         return [found[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+    def _pass_windows(self, sequence: int, computed: int) -> None:
+        """Call when no step is in flight."""
+        store, capacity = self._forward.store, self._runner.capacity
+        if self.ends is not None:
+            computed = min(computed, self.ends[sequence])
+        with torch.inference_mode(), self._forward.on_stream():
+            for group, window in enumerate(capacity.windows):
+                gone = max(0, computed + 1 - window) // capacity.block_size if window else 0
+                for cache in [*store.k, *store.v] if gone else []:
+                    cache[self._tables[group, sequence, :gone].to(cache.device)] = OVERWRITTEN
 
     def close(self) -> None:
         self._runner.close()

@@ -15,7 +15,7 @@ from headrace.engine.loop import Engine
 from headrace.kv.groups import GroupedCache
 from headrace.kv.room import most_held
 from headrace.text import fake_tokenizer
-from tests.devices import MARKS, WITHOUT_NATIVE, asked
+from tests.devices import MARKS, WITHOUT_CUDA, WITHOUT_NATIVE, asked
 from tests.golden.families import VOCAB, WINDOW, save
 from tests.golden.reference import NEAR_TIE
 
@@ -27,6 +27,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 WINDOWS = {"mistral": (WINDOW,), "gemma3": (0, WINDOW), "gpt-oss": (0, WINDOW, WINDOW)}
 CASES = [pytest.param(name, "cpu", marks=MARKS["cpu"]) for name in WINDOWS]
+if not WITHOUT_CUDA:
+    CASES += [pytest.param(name, "cuda", marks=MARKS["cuda"]) for name in WINDOWS]
 if not WITHOUT_NATIVE:
     CASES += [pytest.param(name, "native", marks=MARKS["native"]) for name in ("mistral", "gemma3")]
 
@@ -72,7 +74,10 @@ def test_long_answers_in_a_small_cache(name: str, backend: str, tmp_path: Path) 
     assert after[0].cached_tokens == (len(more[2]) - 1) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize(("name", "backend"), CASES[1:2])
+GEMMA = [case for case in CASES if case.values[0] == "gemma3" and case.values[1] != "native"]
+
+
+@pytest.mark.parametrize(("name", "backend"), GEMMA)
 def test_many_more_sequences_than_without_groups(name: str, backend: str, tmp_path: Path) -> None:
     """Prompts that begin alike, one after another and preempted in between: tokens stay right."""
     model, files = save(name, tmp_path)

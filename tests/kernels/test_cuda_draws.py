@@ -27,8 +27,9 @@ from headrace.messages import (
 )
 from headrace.sampling import reference
 from headrace.sources.files import ModelFiles
+from tests.golden.families import save
 from tests.kernels.conftest import CUDA
-from tests.kernels.test_cuda_runner import files, interpreted, small
+from tests.kernels.test_cuda_runner import BLOCK_SIZE, files, interpreted, small
 
 __all__ = ["files", "small"]
 pytestmark = pytest.mark.skipif(CUDA, reason="the backend suite runs on the GPU itself")
@@ -61,7 +62,10 @@ class Engine:
     def join(
         self, row: int, sampling: Sampling, blocks: list[int], ids: list[int], choice: int = 0
     ) -> Sequence:
-        self.joins.append(Join(row, sampling, choice, [blocks], prompt_tokens=len(ids)))
+        history = list(ids) if sampling.needs_history else []
+        self.joins.append(
+            Join(row, sampling, choice, [blocks], prompt_tokens=len(ids), history=history)
+        )
         self.live[row] = Sequence(row, sampling, list(ids), len(ids), choice)
         return self.live[row]
 
@@ -181,6 +185,34 @@ def test_rows_of_every_kind_together(files: ModelFiles) -> None:
     engine.join(1, Sampling(seed=1), [1, 3], PROMPT[:1])
     plain = engine.run(2, 0, 1)
     assert plain.logprobs == []
+    engine.runner.close()
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    """Every layer has a window: no KV group keeps all tokens."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    folder = tmp_path_factory.mktemp("windowed")
+    return save("mistral", folder, sliding_window=4, vocab_size=VOCAB, **sizes, **heads)[1]
+
+
+def test_history_outlives_a_window(windowed: ModelFiles) -> None:
+    """Blocks that went back are another sequence's, whose ids are others; a hit names the blocks of
+    the last window alone."""
+    engine = Engine(interpreted(windowed))
+    first = engine.join(0, PENALISED, [3, 1, 8], [*PROMPT, 60, 11])
+    engine.run(0)
+    engine.run(0)
+    assert first.computed == 2 * BLOCK_SIZE, "its next query reads positions 5 to 8"
+    engine.join(1, PENALISED, [3, 7], [20, 20, 41])
+    engine.run(0, 1)
+    engine.join(2, PENALISED, [3, 1, 9], first.ids[: 2 * BLOCK_SIZE + 1], choice=1)
+    engine.live[2].computed = 2 * BLOCK_SIZE
+    engine.run(0, 1, 2)
+    engine.leaves = [0]
+    engine.join(0, PENALISED, [4, 5], [33, 2, 33, 2, 33])
+    engine.run(1, 2, 0)
     engine.runner.close()
 
 

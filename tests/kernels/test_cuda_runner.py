@@ -75,8 +75,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return files
 
 
-def interpreted(files: ModelFiles, *, folded: bool = False, graphed: bool = True) -> Any:
-    """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library."""
+def interpreted(
+    files: ModelFiles, *, folded: bool = False, graphed: bool = True, blocks: int = 0
+) -> Any:
+    """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library. blocks:
+    of its cache; 0 = BLOCKS a KV group."""
     from headrace.backends.cuda import buffers as memory
     from headrace.backends.cuda.device import Card
     from headrace.kernels.tuned import default, of_heads
@@ -101,7 +104,7 @@ def interpreted(files: ModelFiles, *, folded: bool = False, graphed: bool = True
         return heads if kind == "qkv" and heads is not None else default(m, n, k)
 
     windows = layout_of(facts.spec).windows
-    blocks = BLOCKS * len(windows)
+    blocks = blocks or BLOCKS * len(windows)
     forward = forward_on(
         model,
         plan,

@@ -29,6 +29,7 @@ NAMES = (
     "llama-longrope",
     "llama-dynamic",
     "qwen3",
+    "mistral",
     "gemma2",
     "gemma3",
     "gemma3n",
