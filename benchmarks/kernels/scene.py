@@ -27,6 +27,7 @@ from headrace.kernels.launch import compiling
 from headrace.kernels.product import Config
 from headrace.kernels.tuned import Decoding
 from headrace.messages import Join, Output, Sampling, StepPlan
+from headrace.models.kv_layout import layout_of
 from headrace.models.layers import Decoder
 from headrace.runner.build_cuda import Plan, forward_on
 from headrace.runner.step_input import StepInput
@@ -60,7 +61,7 @@ class Scene:
         length = longest + REPLAYS
         blocks_a_row = -(-length // BLOCK_SIZE) + 1
         plan = Plan(tokens, tokens, BLOCK_SIZE, length)
-        blocks = tokens * blocks_a_row
+        blocks = tokens * blocks_a_row * len(layout_of(spec).windows)
         self._forward = forward_on(
             model,
             plan,
@@ -96,8 +97,9 @@ class Scene:
             cache[: store.spare_block].normal_()
         blocks = list(range(store.spare_block))
         random.Random(0).shuffle(blocks)
+        own = (blocks[first:][:blocks_a_row] for first in range(0, len(blocks), blocks_a_row))
         joins = [
-            Join(row, Sampling(temperature=0.0), 0, [blocks[row * blocks_a_row :][:blocks_a_row]])
+            Join(row, Sampling(temperature=0.0), 0, [next(own) for _ in state.tables])
             for row in range(self.tokens)
         ]
         state.apply(StepPlan(0, [], joins, [], [[]], [], [], [], [], [], [], [], []))

@@ -13,7 +13,7 @@ from headrace.config import Resolved, Settings, parse_bytes
 from headrace.errors import ConfigError
 from headrace.kv.room import longest, most_held
 from headrace.models.kv_layout import KvLayout, layout_of
-from headrace.models.sizes import kv_groups, kv_layer_bytes
+from headrace.models.sizes import kv_layer_bytes
 from headrace.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -87,18 +87,14 @@ def resolve_gpu_dtype(settings: Settings, stored: Collection[str]) -> Resolved[s
     return Resolved("bfloat16", f"the checkpoint is {kinds}; a step reads half of float32's bytes")
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
-    """K and V of one token in every layer; int8 has a float32 scale for each token and head."""
-    return sum(group.bytes_per_token for group in kv_groups(spec, *_line_bytes(dtype)))
-
-
 def _line_bytes(dtype: str) -> tuple[int, int]:
     """Of one element, and of the scale of a head's line."""
     return ITEM_BYTES[dtype], _SCALE_BYTES if dtype == "int8" else 0
 
 
 def kv_block_bytes(spec: ModelSpec, layout: KvLayout, dtype: str, block_size: int) -> int:
-    """K and V of `block_size` tokens in the layers of one group."""
+    """K and V of `block_size` tokens in the layers of one group; int8 has a float32 scale for each
+    token and head."""
     return layout.layers * kv_layer_bytes(spec, *_line_bytes(dtype)) * block_size
 
 
@@ -170,10 +166,19 @@ def size_kv(settings: Settings, spec: ModelSpec, dtype: str, free_bytes: int) ->
 def fit_model_len(
     wanted: Resolved[int], kv_blocks: int, block_size: int, windows: Sequence[int] = (0,)
 ) -> Resolved[int]:
-    """`wanted`, or less if the whole KV cache holds less; windows: of its groups."""
+    """`wanted`, or less if the whole KV cache holds less; windows: of its groups.
+
+    Raises ConfigError if it does not hold a block of each group.
+    """
     held = functools.partial(most_held, windows, block_size)
     if held(-(-wanted.value // block_size)) <= kv_blocks:
         return wanted
+    least = held(1)
+    if kv_blocks < least:
+        raise ConfigError(
+            f"kv_blocks = {kv_blocks}: a sequence takes {least} at least, one of each KV group",
+            param="kv_blocks",
+        )
     return Resolved(longest(kv_blocks, held) * block_size, "the KV cache holds no more")
 
 

@@ -12,6 +12,7 @@ from headrace.backends.choose import settled
 from headrace.backends.cpu.kv_memory import KvMemory
 from headrace.config import Settings
 from headrace.errors import ConfigError
+from headrace.models.kv_layout import layout_of
 from headrace.runner import ledger
 from headrace.runner.build import explain, load_runner
 from tests.backend.test_ledger import SPEC
@@ -25,9 +26,10 @@ from tests.devices import kv_tensors
 )
 def test_bytes_of_a_token(dtype: str, line_bytes: int) -> None:
     """K and V of 4 layers and 2 heads of 8."""
-    assert ledger.kv_bytes_per_token(SPEC, dtype) == 2 * 4 * 2 * line_bytes
+    token_bytes = ledger.kv_block_bytes(SPEC, layout_of(SPEC), dtype, 1)
+    assert token_bytes == 2 * 4 * 2 * line_bytes
     memory = KvMemory(layers=4, blocks=9, kv_heads=2, block_size=5, head_dim=8, dtype=dtype)
-    assert memory.size_bytes == 10 * 5 * ledger.kv_bytes_per_token(SPEC, dtype)
+    assert memory.size_bytes == 10 * 5 * token_bytes
 
 
 def test_copies_take_the_scales_along() -> None:
@@ -51,7 +53,8 @@ def test_close_to_a_float_cache(tmp_path: Path, kv_dtype: str, low: float, high:
     wanted, _ = logits(files)
     got, lines = logits(files, kv_dtype=kv_dtype)
     assert low <= float((got - wanted).norm() / wanted.norm()) <= high
-    per_token = ledger.kv_bytes_per_token(load_spec(files), kv_dtype)
+    spec = load_spec(files)
+    per_token = ledger.kv_block_bytes(spec, layout_of(spec), kv_dtype, 1)
     (line,) = [line for line in lines if line.startswith("KV cache")]
     assert f"tokens of {per_token} bytes" in line
 
@@ -70,7 +73,7 @@ def test_int8_with_every_other_setting(tmp_path: Path) -> None:
     settings = settled(Settings(backend="cpu", kv_memory="1MiB", **chosen))
     runner, info = load_runner(settings, files, lambda phase, seconds: None)
     assert {tensor.dtype for tensor in kv_tensors(runner)} == {torch.int8}
-    blocks = 2**20 // (ledger.kv_bytes_per_token(info.spec, "int8") * 16)
+    blocks = 2**20 // (ledger.kv_block_bytes(info.spec, layout_of(info.spec), "int8", 1) * 16)
     assert info.kv_blocks.value == explain(settings, files)["kv_blocks"].value == blocks
     runner.close()
 

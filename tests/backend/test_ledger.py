@@ -48,8 +48,8 @@ def cpu(**keys: Any) -> Settings:
 
 
 def test_kv_bytes_are_what_a_block_takes() -> None:
-    assert ledger.kv_bytes_per_token(SPEC, "float32") == TOKEN_BYTES
-    assert ledger.kv_bytes_per_token(SPEC, "bfloat16") == TOKEN_BYTES // 2
+    assert ledger.kv_block_bytes(SPEC, layout_of(SPEC), "float32", 1) == TOKEN_BYTES
+    assert ledger.kv_block_bytes(SPEC, layout_of(SPEC), "bfloat16", 1) == TOKEN_BYTES // 2
 
 
 def test_kv_blocks_as_asked() -> None:
@@ -109,6 +109,9 @@ def test_layers_with_a_window_take_no_more_than_it() -> None:
     assert "21845 blocks of 16 tokens in 3 layers, 6 groups of them" in line.note
     wanted = Resolved(32768, "the model's positions")
     assert ledger.fit_model_len(wanted, 2048 + 5 * 34, 16, layout.windows) == wanted
+    with pytest.raises(ConfigError, match="takes 6 at least") as refused:
+        ledger.fit_model_len(wanted, 5, 16, layout.windows)
+    assert refused.value.param == "kv_blocks"
     short = ledger.fit_model_len(wanted, 2048 + 5 * 34 - 1, 16, layout.windows)
     assert short.value == 32768 - 16
 

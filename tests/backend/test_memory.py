@@ -20,6 +20,7 @@ import ctypes, gc, json, sys
 from pathlib import Path
 from headrace.backends.choose import settled
 from headrace.config import Settings
+from headrace.models.kv_layout import layout_of
 from headrace.native.library import load
 from headrace.runner import ledger
 from headrace.runner.build import load_runner
@@ -50,7 +51,7 @@ print(json.dumps({
     "filled": filled["VmRSS"], "weights": sum(m.memory.size for m in packed),
     "types": sorted({m.ggml_type for m in packed}),
     "kv": (memory.blocks + 1) * memory.block_size
-    * ledger.kv_bytes_per_token(info.spec, kv_dtype),
+    * ledger.kv_block_bytes(info.spec, layout_of(info.spec), kv_dtype, 1),
     "torch": "torch" in sys.modules,
 }))
 """

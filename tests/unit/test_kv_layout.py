@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace.models.kv_layout import layout_of, whole
+from headrace.models.kv_layout import layout_of
 from headrace.models.spec import LayerSpec, ModelSpec, Rope
 
 PLAIN = ModelSpec(
@@ -80,9 +80,3 @@ def test_layers_that_read_others_have_no_room() -> None:
     assert (layout.layers, len(layout.windows)) == (2, 2)
     assert layout.places[4] == layout.places[2]
     assert layout.places[5] == layout.places[3]
-
-
-def test_one_group_of_all() -> None:
-    layout = whole(model(8, 0, 8))
-    assert (layout.layers, layout.windows) == (3, (0,))
-    assert layout.places == ((0, 0), (0, 1), (0, 2))
