@@ -72,35 +72,15 @@ def forward_on(
     `choose`, `decoding`: configurations of its kernels; None: as the card's table has them.
     Not `graphed`: every step is launched call by call, padded as ever.
     """
-    spec, device, layout = model.spec, buffers.x.device, layout_of(model.spec)
-    store = CudaKvStore(
-        layers=layout.layers,
-        places=layout.places,
-        keeps_ids=_keeps_ids(layout),
-        blocks=blocks,
-        kv_heads=spec.kv_heads,
-        block_size=plan.block_size,
-        head_dim=spec.head_dim,
-        dtype=model.dtype,
-        device=device,
-        keys_are_values=spec.keys_are_values,
-    )
-    # An overlapped step may run past the last token of a sequence: two blocks to spare.
-    width = -(-plan.max_model_len // plan.block_size) + 2
-    state = DeviceState(
-        plan.max_rows,
-        width,
-        store.spare_block,
-        device,
-        groups=len(layout.windows),
-        id_block=0 if _keeps_ids(layout) else plan.block_size,
-    )
+    spec, device = model.spec, buffers.x.device
+    store, state = _memory(model, plan, blocks, device)
+    positions = state.tables.shape[2] * plan.block_size
     place = Place(
         store=store,
         slots=state.slots or IdSlots(store.ids, state.tables[0]),
         buffers=buffers,
         workspace=Workspace(device),
-        turns=Turns(model, width * plan.block_size, plan.max_tokens, state.prompts),
+        turns=Turns(model, positions, plan.max_tokens, state.prompts),
         last=state.last,
         choose=choose
         or functools.partial(
@@ -130,6 +110,35 @@ def forward_on(
         prefill_attention,
     )
     return Forward(model, place, state, attention, plan.max_tokens, graphed=graphed)
+
+
+def _memory(
+    model: Decoder, plan: Plan, blocks: int, device: torch.device
+) -> tuple[CudaKvStore, DeviceState]:
+    """A cache of `blocks`, all zero, and tables of its KV groups."""
+    spec, layout = model.spec, layout_of(model.spec)
+    store = CudaKvStore(
+        layers=layout.layers,
+        places=layout.places,
+        keeps_ids=_keeps_ids(layout),
+        blocks=blocks,
+        kv_heads=spec.kv_heads,
+        block_size=plan.block_size,
+        head_dim=spec.head_dim,
+        dtype=model.dtype,
+        device=device,
+        keys_are_values=spec.keys_are_values,
+    )
+    state = DeviceState(
+        plan.max_rows,
+        # An overlapped step may run past the last token of a sequence: two blocks to spare.
+        -(-plan.max_model_len // plan.block_size) + 2,
+        store.spare_block,
+        device,
+        groups=len(layout.windows),
+        id_block=0 if _keeps_ids(layout) else plan.block_size,
+    )
+    return store, state
 
 
 def _keeps_ids(layout: KvLayout) -> bool:
