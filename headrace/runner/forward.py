@@ -255,7 +255,7 @@ class Forward:
         singles = min(size, MIXED_SINGLES) if way == "mixed" else size
         columns = source.singles(size, tables)
         if library := self._by_library(size):
-            planned = library.planned(size, tables)
+            planned = library.planned(size, tables[0])  # of the one group that its models have
             return self._attention.chunked(columns, singles, None, planned)
         return self._attention.chunked(columns, singles, self._chunks.chunks(size))
 
