@@ -175,12 +175,12 @@ def test_chunks_of_a_graph() -> None:
         ]
         table.load(chunks)
         alone = StepColumns(columns.rows, columns.positions, columns.writes, columns.tables)
-        made = step.attention.chunked(alone, step.tokens, None, planned)
-        found = made.attend(step.layer, step.q, step.cache.k, step.cache.v, out)
+        made = step.attention.chunked([alone], step.tokens, None, planned)
+        found = made.attend(step.layer, step.q, step.cache.k, step.cache.v, out, 0)
         assert_close(found, step.reference(), step.dtype)
         assert CALLS[-1]["counts"] == [span.count for span in chunks]
         table.clear()
-        made.attend(step.layer, step.q, step.cache.k, step.cache.v, out)
+        made.attend(step.layer, step.q, step.cache.k, step.cache.v, out, 0)
         assert CALLS[-1]["counts"] == []
 
 
