@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,8 +37,11 @@ from headrace.pages import give_back
 from headrace.sources.files import ModelFiles
 
 if TYPE_CHECKING:
-    from headrace.engine.protocol import Capacity, ServingEngine
+    from multiprocessing.connection import Connection
+
+    from headrace.engine.protocol import Capacity, Grammars, Runner, ServingEngine
     from headrace.kv.cache import KVCache
+    from headrace.runner.build import LoadInfo
     from headrace.sim.device import Device
 
 Report = Callable[[str, float], None]  # (phase, seconds it took)
@@ -137,7 +141,7 @@ def make_cache(facts: Capacity, *, prefix_caching: bool, log_events: bool = Fals
     return GroupedCache(blocks, size, prefix_caching, windows=windows, log_events=log_events)
 
 
-def build_grammars(settings: Settings, files: ModelFiles, vocab_size: int) -> Any:
+def build_grammars(settings: Settings, files: ModelFiles, vocab_size: int) -> Grammars:
     """What compiles grammars for an engine; it reads the tokenizer when the first one comes."""
     from headrace.grammar.compile import Compiler
     from headrace.grammar.vocabulary import Vocabulary
@@ -159,7 +163,7 @@ def build_grammars(settings: Settings, files: ModelFiles, vocab_size: int) -> An
     return Compiler(load, [i for i in card.eos_ids if i < vocab_size])
 
 
-def _fake_runner(settings: Settings) -> Any:
+def _fake_runner(settings: Settings) -> Runner:
     from headrace.backends.fake import FakeRunner
 
     blocks, longest = _fake_sizes(settings)
@@ -194,8 +198,8 @@ def _fake_sizes(settings: Settings) -> tuple[int, int]:
 
 def _load_runner(
     settings: Settings, files: ModelFiles, report: Report, progress: Progress | None
-) -> tuple[Any, Any]:
-    """The runner, and `runner.build.LoadInfo`."""
+) -> tuple[Runner, LoadInfo]:
+    """The runner, and what is known of its load."""
     if files.kind == "fake":
         raise ConfigError("the fake model needs backend = fake", param="backend")
     begun = time.perf_counter()
@@ -299,7 +303,9 @@ def run_server(settings: Settings) -> int:
     return Supervisor(settings, files, say, begun).run()
 
 
-def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: Any) -> None:
+def engine_process(
+    folder: Path, settings: Settings, files: ModelFiles, tell: Connection[object, object]
+) -> None:
     """Entry point of the engine process. `tell` is a pipe to the supervisor."""
     configure_logging(settings.log_level)
     from headrace.engine.server import serve
@@ -320,9 +326,8 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
 
         phase("loading")
         engine, info = build_engine(settings, files, report, progress)
-        if (
-            resolve_backend(settings).value == "cuda"
-        ):  # elsewhere 45 MB of RAM weigh more than 0.5 s
+        # Elsewhere 45 MB of RAM weigh more than 0.5 s.
+        if resolve_backend(settings).value == "cuda":
             engine.warm()
         give_back()
         tell.send(("ready", info, 0.0))
@@ -336,7 +341,7 @@ def engine_process(folder: Path, settings: Settings, files: ModelFiles, tell: An
 
 
 def api_process(
-    folder: Path, settings: Settings, files: ModelFiles, worker: int, sock: Any
+    folder: Path, settings: Settings, files: ModelFiles, worker: int, sock: socket.socket
 ) -> None:
     """Entry point of one HTTP process."""
     configure_logging(settings.log_level)

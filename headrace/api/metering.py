@@ -21,7 +21,7 @@ import msgspec
 
 from headrace.api.errors import CLIENT_GONE, as_ours
 from headrace.errors import HeadraceError, RequestFailed, SetupError, UsageLogFailed
-from headrace.messages import Done, Sampling
+from headrace.messages import Done, Grammar, Sampling
 from headrace.observe.usage_log import UsageLog
 from headrace.observe.usage_metrics import UsageMetrics
 from headrace.prices import Prices
@@ -95,7 +95,7 @@ class Job(Protocol):
     @property
     def priority(self) -> int: ...
     @property
-    def grammar(self) -> Any: ...
+    def grammar(self) -> Grammar | None: ...
     @property
     def pooling(self) -> str | None: ...
 
