@@ -33,6 +33,12 @@ if not WITHOUT_NATIVE:
     CASES += [pytest.param(name, "native", marks=MARKS["native"]) for name in ("mistral", "gemma3")]
 
 
+def sized(backend: str) -> dict[str, Any]:
+    """Settings of a model in tests; threads are the processor's."""
+    sizes = {key: value for key, value in SIZES.items() if backend != "cuda" or key != "threads"}
+    return asked(backend) | sizes
+
+
 @torch.inference_mode()
 def check(model: Any, prompt: list[int], answer: Completion) -> None:
     """Each token is the most likely one to transformers, given those before it."""
@@ -55,7 +61,7 @@ def test_long_answers_in_a_small_cache(name: str, backend: str, tmp_path: Path) 
     # Two blocks of a chunk, of each of two steps, come before others go.
     room = sum(most_held(WINDOWS[name], BLOCK, n) for n in lengths) + 8
     assert room < 0.8 * len(WINDOWS[name]) * sum(lengths)
-    with headrace.LLM(str(files.path), **asked(backend), **SIZES, kv_blocks=room) as llm:
+    with headrace.LLM(str(files.path), **sized(backend), kv_blocks=room) as llm:
         engine = llm._engine
         assert isinstance(engine, Engine)
         kv = engine.scheduler.kv
@@ -85,7 +91,7 @@ def test_many_more_sequences_than_without_groups(name: str, backend: str, tmp_pa
     common = [(11 * j) % VOCAB for j in range(40)]
     prompts = [[*common[: 16 + 3 * i], i, i + 1] for i in range(8)]
     asks = headrace.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with headrace.LLM(str(files.path), **asked(backend), **SIZES, kv_blocks=48) as llm:
+    with headrace.LLM(str(files.path), **sized(backend), kv_blocks=48) as llm:
         engine = llm._engine
         assert isinstance(engine, Engine)
         engine.scheduler.headroom_tokens = 0  # who leaves room is preempted less
