@@ -2,8 +2,9 @@
 
 One plan, in order: a better class takes the place of a worse one; every running sequence past its
 prompt gets one token; what is left of the budget (`engine.budget`) goes to prompts, those that run
-and those that are admitted, best key first. Nothing is admitted past a sequence that does not fit.
-Tokens that a grammar forced are like those of a prompt that runs, but for their memory.
+and those that are admitted, best key first. Nothing is admitted past a sequence that does not fit,
+or that waits because a step computes its prompt's beginning for another (`_has_twin`). Tokens that
+a grammar forced are like those of a prompt that runs, but for their memory.
 With `prompts_first` a step that waiting prompts fill is theirs alone: sequences that decode then
 all decode together afterwards, in fewer and fuller steps. For who waits for whole answers.
 
@@ -36,6 +37,7 @@ from headrace.engine.request import NO_ROW, Request, Sequence
 from headrace.engine.stats import Tally
 from headrace.kv.cache import KVCache
 
+TWIN_TOKENS, TWIN_SHARE = 128, 4  # and at least one part in so many of a prompt: `_has_twin`
 WATERMARK = 0.01  # of all blocks; at least one block
 HEADROOM_TOKENS = 128
 HEADROOM_SHARE = 4  # one part in this many of the pool is the most
@@ -60,6 +62,7 @@ class Scheduler:
         self.launched = 0  # number of the newest step
         self.headroom_tokens = HEADROOM_TOKENS
         self.prompts_first = False
+        self.twin_tokens = TWIN_TOKENS
         self.growth_blocks = 0  # what all running sequences may still ask for
         self.claimed_blocks = 0  # what layers with a window may still take for known tokens
         self.static = settings.scheduling_policy == "static"
@@ -140,7 +143,9 @@ class Scheduler:
         left = self.kv.free_blocks - self.claimed_blocks - self._spare(head) - count
         if left < self.kv.blocks_for(self._max_tokens):
             return False
-        return head.settled <= self.kv.finished_step and self._fits(head, self.kv.free_blocks)
+        if head.settled > self.kv.finished_step or self._has_twin(head):
+            return False
+        return self._fits(head, self.kv.free_blocks)
 
     # ------------------------------------------------------------ decode
 
@@ -263,6 +268,28 @@ class Scheduler:
         need = self._need(sequence)
         return need <= free_blocks - self.claimed_blocks - self._spare(sequence)
 
+    def _has_twin(self, sequence: Sequence) -> bool:
+        """A step in flight, or this one, computes a good part of its prompt for somebody ahead of
+        it: one step later it finds that in the cache. Nobody waits for long so: who is ahead is
+        computed first anyway."""
+        if self.static or sequence.whole or not self.kv.prefix_caching:
+            return False
+        own, root = sequence.tokens, sequence.table.root
+        for other in self.running:
+            begun = other.computed
+            if other.planned < begun + self.twin_tokens or other.row == NO_ROW:
+                continue
+            end = begun + max(self.twin_tokens, (len(own) - begun) // TWIN_SHARE)
+            if (
+                end <= min(other.planned, len(other.tokens), len(own))
+                and other.key < sequence.key
+                and own[end - 1] == other.tokens[end - 1]
+                and other.table.root == root
+                and own[:end] == other.tokens[:end]
+            ):
+                return True
+        return False
+
     def _need(self, sequence: Sequence) -> int:
         """Free blocks that its admission takes and claims."""
         cached = () if sequence.whole else sequence.tokens
@@ -292,6 +319,8 @@ class Scheduler:
         """Admit the sequence if rows and memory allow: it leaves the queue and holds its blocks."""
         if sequence.settled > self.kv.finished_step:
             return False  # preempted in this very plan: its last draw is in flight
+        if self._has_twin(sequence):
+            return False
         if not self._fits(sequence, self.kv.free_blocks):
             return False
         request = sequence.request

@@ -59,6 +59,7 @@ class EngineMachine(RuleBasedStateMachine):
         target_s=st.sampled_from([0.0, 8e-6, 20e-6]),
         late=st.booleans(),
         prompts_first=st.booleans(),
+        twin_tokens=st.sampled_from([1, 4, 128]),
     )
     def start(
         self,
@@ -75,6 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         target_s: float,
         late: bool,
         prompts_first: bool,
+        twin_tokens: int,
     ) -> None:
         self.grammars = FakeGrammars(late=late)
         self.rig = Rig(
@@ -95,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompts_first=prompts_first,
             grammars=self.grammars,
         )
+        self.rig.engine.scheduler.twin_tokens = twin_tokens
         self.gone: set[tuple[int, int]] = set()
         self.finished: dict[tuple[int, int, int], int] = {}
 
