@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -23,6 +24,8 @@ from typing import TypeVar
 import msgspec
 
 from headrace.sources import cache
+
+log = logging.getLogger("headrace.native")
 
 L = TypeVar("L")
 
@@ -202,6 +205,7 @@ def _pieces_for(
 
 
 def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> Built | Unavailable:
+    log.info("building %s with %s, once: seconds to half a minute", path.stem, compiler)
     began_s = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
