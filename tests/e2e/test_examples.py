@@ -129,11 +129,9 @@ def test_the_server_ends_when_its_owner_is_killed() -> None:
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     said: list[str] = []
-    begun = time.monotonic()
     with pytest.raises(SetupError, match="did not start"):
         ChildServer([str(tmp_path / "no-model.gguf")], said.append)
     assert any("no-model.gguf" in line for line in said)
-    assert time.monotonic() - begun < 60
 
 
 def test_ctrl_c_in_the_terminal_stops_the_answer_and_not_the_chat() -> None:
