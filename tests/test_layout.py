@@ -164,6 +164,12 @@ def test_small_files_and_functions(path: Path) -> None:
             assert lines <= limit, f"{path}: {node.name} has {lines} lines"
 
 
+@pytest.mark.parametrize("top", ["tests", "benchmarks"])
+def test_small_files_around_the_package(top: str) -> None:
+    for path in (ROOT / top).rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= MAX_FILE_LINES, path
+
+
 PAGE = sorted([*PACKAGE.rglob("*.js"), *PACKAGE.rglob("*.css")])
 # A function or method of JavaScript: its first line, and the end of it at the same depth.
 JS_FUNCTION = re.compile(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from headrace.backends.fake import FakeRunner, reference
 from headrace.backends.fake.logprobs import report
@@ -33,6 +34,7 @@ from tests.unit.fake_grammar import FakeGrammars
 from tests.unit.fake_grammar import reference as constrained_reference
 
 GREEDY = Sampling(temperature=0.0)
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 Id = tuple[int, int]  # owner, handle
 
 
@@ -278,3 +280,14 @@ class Rig:
         assert self.engine.scheduler.claimed_blocks == 0
         assert self.engine.scheduler.free_rows == self.engine.scheduler.rows
         self.kv.check()
+
+
+def first_tokens(rig: Rig) -> list[int]:
+    """Handles in the order of their first token."""
+    return [handle for _, handle, _ in rig.tokens]
+
+
+def priority_rig(**fields: object) -> Rig:
+    """Two rows, priority policy."""
+    options = {"rows": 2, "scheduling_policy": "priority", "max_wait_s": 1000.0} | fields
+    return Rig(**options)  # type: ignore[arg-type]

@@ -15,9 +15,7 @@ from headrace.engine.protocol import StepCost
 from headrace.engine.stats import StepTimes
 from headrace.kv.cache import KVCache
 from headrace.messages import Done, Sampling, StepPlan, Submit
-from tests.unit.engine_rig import GREEDY, Rig
-
-LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+from tests.unit.engine_rig import GREEDY, LOOPS, Rig
 
 
 @LOOPS

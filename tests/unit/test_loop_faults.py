@@ -12,9 +12,7 @@ from headrace.backends.fake.runner import FakeTicket
 from headrace.engine.protocol import Masks
 from headrace.kv.cache import KVCache, Table
 from headrace.messages import Sampling, StepPlan, StepResult
-from tests.unit.engine_rig import Rig
-
-LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+from tests.unit.engine_rig import LOOPS, Rig
 
 
 class Faulty:

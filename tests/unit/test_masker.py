@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.messages import Grammar, Repetition, Sampling
-from tests.unit.engine_rig import GREEDY, Rig
+from tests.unit.engine_rig import GREEDY, LOOPS, Rig
 from tests.unit.fake_grammar import EOS, FakeGrammars
-
-LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
 
 def constrained(spec: str, overlap: bool, **fields: Any) -> tuple[int, list[int]]:
