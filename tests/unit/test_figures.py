@@ -191,16 +191,38 @@ GPU_ROWS = {  # README's row: works and figure of the recorded table
 }  # fmt: skip
 
 
+def between(page: str, mark: str) -> str:
+    return page.split(f"<!-- {mark} -->")[1].split(f"<!-- /{mark} -->")[0]
+
+
+GPU_TABLES = (
+    ("gpu-h200-flash-2026-11-28.md", between(README, "gpu")),
+    ("gpu-h100-80gb-hbm3-2026-11-28.md", between(MEASURED, "h100")),
+)
+
+
+@pytest.mark.parametrize("table", GPU_TABLES, ids=["h200", "h100"])
 @pytest.mark.parametrize("name", GPU_ROWS)
-def test_one_gpu_beside_its_peer(name: str) -> None:
+def test_one_gpu_beside_its_peer(name: str, table: tuple[str, str]) -> None:
     """headrace's figure, the share of the limit, vLLM's figure and their ratio, work by work."""
     works, kind = GPU_ROWS[name]
-    table = (RESULTS / "gpu-h100-80gb-hbm3-2026-11-28.md").read_text()
-    found = [row(table, f"{work} | {kind}")[1:] for work in works]
+    file, page = table
+    found = [row((RESULTS / file).read_text(), f"{work} | {kind}")[1:] for work in works]
     ours, limits, theirs, _, _, ratios = zip(*(cut[:6] for cut in found), strict=True)
-    told = [re.sub(r" ?\(.*?\)| %", "", cell) for cell in row(README, name)]  # later ones, %
+    told = [re.sub(r" ?\(.*?\)| %", "", cell) for cell in row(page, name)]  # later ones, %
     for cell, values in zip(told, (ours, limits, theirs, ratios), strict=True):
         if cell:
             recorded = [float(value.rstrip("%")) for value in values]
             for figure, value in zip(cell.split("/"), recorded, strict=True):
                 assert rounded(figure.strip(), value), (figure, value)
+
+
+def test_gemma_beside_its_peer() -> None:
+    table = (RESULTS / "cpu_gemma-2026-11-28.md").read_text().split("## Milliseconds")[0]
+    for name, where in (("headrace", "headrace"), ("llama-server", "llama-server Q4_1")):
+        section = MEASURED.split("**Gemma-3-270M**")[1]
+        told, found = row(section.split("\n## ")[0], name), row(table, where)
+        assert told[:3] == found[1:4]
+        assert told[3] == f"{found[4]} tok/s"
+        assert told[4] == f"{float(found[5]):.1f} s"
+        assert told[5] == f"{found[6]} MiB"
