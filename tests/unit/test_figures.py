@@ -130,21 +130,28 @@ def test_the_gateway_beside_its_peers() -> None:
     assert f"their first token {float(first):.1f} ms later" in page
 
 
-def test_the_gateway_before_two_gpus() -> None:
+@pytest.mark.parametrize(
+    ("title", "file", "loads"),
+    [
+        ("The gateway before two GPUs", "gateway-devices-2026-11-28.json", (0.9, 2.0)),
+        ("The gateway before two replicas on a CPU", "gateway-cpu-2026-11-28.json", (0.9, 1.5)),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_the_gateway_before_devices(title: str, file: str, loads: tuple[float, ...]) -> None:
     """Each cell of the page is TTFT and hits of one run."""
-    file = RESULTS / "gateway-devices-2026-11-28.json"
     runs = {
         (p["router"], p["policy"], p["workload"], p["load"]): p
-        for p in json.loads(file.read_text())["points"]
+        for p in json.loads((RESULTS / file).read_text())["points"]
     }
-    page = MEASURED.split("## The gateway before two GPUs")[1].split("\n## ")[0]
-    policies = list(dict.fromkeys(p for _, p, _, _ in runs))
-    places = [(w, load) for w in ("shared prefixes", "conversations") for load in (0.9, 2.0)]
-    for name, router, policy in (
-        *((p, "headrace", p) for p in policies),
-        ("the simulator, of token_cost", "", "token_cost"),
-    ):
-        found = [runs[router, policy, *place] for place in places]
+    page = MEASURED.split(f"## {title}")[1].split("\n## ")[0]
+    told = {cells(line)[0] for line in page.splitlines() if re.search(r"\d%", line)}
+    simulated = "the simulator, of token_cost"
+    assert told - {simulated} == {policy for router, policy, _, _ in runs if router == "headrace"}
+    for name in told:
+        key = ("", "token_cost") if name == simulated else ("headrace", name)
+        places = [(w, load) for w in ("shared prefixes", "conversations") for load in loads]
+        found = [runs[*key, *place] for place in places]
         assert row(page, name) == [f"{p['ttft_mean_s']:.3f} / {p['hit_share']:.0%}" for p in found]
 
 
