@@ -302,5 +302,5 @@ class TestTrace:
             list(read_trace(str(file)))
 
     def test_no_such_file(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="cannot read .*none: No such file"):
+        with pytest.raises(ConfigError, match=r"cannot read .*none: No such file"):
             list(read_trace(str(tmp_path / "none")))
