@@ -272,6 +272,7 @@ class Gateway:
                     raise ShuttingDown("the gateway is stopping")
                 exchange = Exchange(self, client, request, tenant)
                 self.exchanges.add(exchange)
+                self._idle.clear()
                 exchange.start()
                 return exchange
             if self._siblings is not None and (path in TOGETHER or path.startswith(DECISIONS)):
@@ -427,8 +428,6 @@ class Gateway:
         self.pump_soon()
         if not self.exchanges:
             self._idle.set()
-        elif not self.draining:
-            self._idle.clear()
 
 
 class _Drain(msgspec.Struct):

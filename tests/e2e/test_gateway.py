@@ -188,6 +188,8 @@ def test_drain_from_the_command_line_and_sigterm_lets_streams_end(shared_server:
             )
             assert says in ran.stdout, ran.stderr
             assert gateway.ask("GET", "/ready")[0] == status
+        # One that ended leaves the gateway idle, until the next one comes.
+        assert gateway.ask("POST", "/v1/completions", LONG | {"max_tokens": 1})[0] == 200
         out: list[bytes] = []
         began = threading.Event()
         reader = threading.Thread(target=stream, args=(gateway.port, out, began))
