@@ -15,9 +15,8 @@ import msgspec
 from headrace.foreign_json import Malformed, read_json
 
 MAX_EVENT_BYTES = 256 * 1024
-MOST_TOKENS = (
-    2**32
-)  # no request has more; JSON knows integers that no float and no message can hold
+# No request has more; JSON knows integers that no float and no message can hold.
+MOST_TOKENS = 2**32
 _BLANK = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
 _LINE = re.compile(r"\r\n|\n|\r")
 LAST_EVENTS = frozenset(

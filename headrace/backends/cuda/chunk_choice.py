@@ -7,6 +7,7 @@ large graphs where FlashAttention 3 is taken.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ _WHY_NOT = {
     "flashinfer": flashinfer_chunks.unsupported,
 }
 _LOAD = {"flash": flash_chunks.load, "flashinfer": flashinfer_chunks.load}
+
+
+class _Heads(NamedTuple):
+    """What every library is made for, in the order of their arguments."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
 
 
 def check_choice(
@@ -71,26 +83,18 @@ class ChunkChoice:
                 raise _refusal(choice, _NOT_PLAIN)
             self._why_not = _NOT_PLAIN
             return
-        heads = (spec.heads, spec.kv_heads, spec.head_dim, spec.head_dim**-0.5, dtype, device)
+        head_dim = spec.head_dim
+        heads = _Heads(spec.heads, spec.kv_heads, head_dim, head_dim**-0.5, dtype, device)
         if choice == "flashinfer":
             self.library = FlashInferChunks(*heads)
         elif choice == "flash":
             self.library = FlashChunks(max_tokens, *heads)
         elif choice == "auto":
-            self.library = self._unasked(max_tokens, *heads)
+            self.library = self._unasked(max_tokens, heads)
         if self.library is None and choice != "triton":
-            self._take_dense(max_tokens, *heads)
+            self._take_dense(max_tokens, heads)
 
-    def _unasked(
-        self,
-        max_tokens: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> FlashChunks | None:
+    def _unasked(self, max_tokens: int, heads: _Heads) -> FlashChunks | None:
         """FlashAttention 3 where it is installed and can be had."""
         if find_spec("flashinfer") is not None:
             self._passed_over = (
@@ -98,31 +102,22 @@ class ChunkChoice:
             )
         if find_spec(flash_chunks.MODULE) is None:
             return None
-        why_not = flash_chunks.unsupported(dtype, head_dim, device)
+        why_not = flash_chunks.unsupported(heads.dtype, heads.head_dim, heads.device)
         if not why_not:
             try:
-                return FlashChunks(max_tokens, heads, kv_heads, head_dim, scale, dtype, device)
+                return FlashChunks(max_tokens, *heads)
             except ConfigError as error:
                 why_not = str(error)
         self._passed_over += f"; not FlashAttention 3, which is installed: {why_not}"
         return None
 
-    def _take_dense(
-        self,
-        max_tokens: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def _take_dense(self, max_tokens: int, heads: _Heads) -> None:
         sizes = tuple(size for size in SIZES if size <= max_tokens)
-        self._why_not = dense_chunks.unsupported(dtype, head_dim, device)
+        self._why_not = dense_chunks.unsupported(heads.dtype, heads.head_dim, heads.device)
         if not self._why_not and not sizes:
             self._why_not = f"no chunk of {max_tokens} tokens is long enough for cuDNN"
         if not self._why_not:
-            self.dense = DenseChunks(sizes, heads, kv_heads, head_dim, scale, dtype, device)
+            self.dense = DenseChunks(sizes, *heads)
         elif self._choice == "cudnn":
             raise _refusal(self._choice, self._why_not)
 

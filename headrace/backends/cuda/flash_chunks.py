@@ -120,8 +120,7 @@ class FlashChunks:
     """Chunks of many queries whose sequence fits the buffer; see `ChunkLibrary`.
 
     max_tokens: of a step. fwd: the operator; the package's own where None. buffer_bytes: 0 =
-    BUFFER_BYTES. Raises ConfigError where
-    the package cannot be imported.
+    BUFFER_BYTES. Raises ConfigError where the package cannot be imported.
     """
 
     def __init__(
