@@ -142,8 +142,18 @@ def words(error: dict[str, Any] | str) -> str:
 
 def reason(body: bytes) -> str:
     """Of an answer that is no 200: its words behind a blank, or nothing."""
+    error = _error_of(body)
+    return f" {words(error)}" if error else ""
+
+
+def message(body: bytes) -> str:
+    """Of an answer that is no 200: what it says for people, or nothing."""
+    error = _error_of(body)
+    return str(error.get("message") or "") if isinstance(error, dict) else error
+
+
+def _error_of(body: bytes) -> dict[str, Any] | str:
     try:
-        error = _ANSWER.decode(body).error
+        return _ANSWER.decode(body).error or ""
     except msgspec.MsgspecError:
         return ""
-    return f" {words(error)}" if error else ""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.bench.exchange import Exchange, reason
+from headrace.bench.exchange import Exchange, message, reason
 from headrace.bench.stats import Record
 from headrace.bench.workload import Ask
 from headrace.errors import ConfigError, EngineError
@@ -53,7 +53,9 @@ class HttpSend:
         try:
             async with self._session.post(self._url, data=body, headers=self._headers) as response:
                 if response.status != 200:
-                    record.error = f"HTTP {response.status}" + reason(await response.read())
+                    refusal = await response.read()
+                    record.error = f"HTTP {response.status}" + reason(refusal)
+                    record.told = message(refusal)
                     record.shed = response.status in SHED
                 elif self._stream:
                     await _read(response, exchange, ask.cancel_after_chunks)

@@ -55,7 +55,8 @@ class Meter:
         job = Job(target=self.target, workload=plain, shape=Shape(concurrency=1), part="warmup")
         for record in (await run_job(job, time.monotonic(), lambda progress: None)).records:
             if record.error:
-                raise EngineError(f"{self.target.url}: the warm-up request failed: {record.error}")
+                why = record.error + (f": {record.told}" if record.told else "")
+                raise EngineError(f"{self.target.url}: the warm-up request failed: {why}")
 
     async def level(self, shape: Shape, *, stop_saturated: bool = False) -> Level:
         """Run one level. A closed loop gets at least as many sessions as it holds at once: with

@@ -50,6 +50,7 @@ class Record(msgspec.Struct, kw_only=True):
     counted_by: Literal["usage", "chunks"] = "usage"  # where output_tokens is from
     finish_reason: str = ""
     error: str = ""  # "" = answered in full, or dropped by the client
+    told: str = ""  # the server's own words about the error, where it sent any
     shed: bool = False  # the error is a refusal for load
     cancelled: bool = False  # the client dropped it, as planned
     content_s: float | None = None  # arrival of the first chunk that was not reasoning

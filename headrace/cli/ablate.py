@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,22 @@ from headrace.bench.workload import Workload
 from headrace.cli.bench import FILE, LengthType
 from headrace.cli.child_server import ChildServer
 from headrace.config import Settings
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineError, SetupError
 from headrace.extras import install
+from headrace.sources.card import read_card
+from headrace.sources.resolve import FAKE, resolve
 
 
 @click.command("ablate")
 @click.argument("model", default="")
 @click.option("--backend", type=click.Choice(["auto", "fake", "cpu", "cuda"]), default="auto")
+@click.option(
+    "--prompt",
+    type=click.Choice(["auto", "words", "ids"]),
+    default="auto",
+    show_default=True,
+    help="words in chat messages, or token ids; auto: words where the model has a chat template",
+)
 @click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=48, show_default=True, help="a row")
 @click.option("--prompt-tokens", type=LengthType(), default="32", help=f"of each alone: {FORMS}")
@@ -50,6 +60,7 @@ from headrace.extras import install
 def command(
     model: str,
     backend: str,
+    prompt: str,
     concurrency: int,
     max_model_len: int,
     whole: int,
@@ -68,27 +79,26 @@ def command(
         from headrace.bench.report import conditions
     except ImportError:
         raise ConfigError(f"ablate needs aiohttp: {install('bench')}") from None
-    known = Settings(model=model, backend=backend)  # type: ignore[arg-type]
-    backend = resolve_backend(known).value
+    backend = resolve_backend(Settings(model=model, backend=backend)).value  # type: ignore[arg-type]
     sizes = Load(sequences=concurrency, max_model_len=max_model_len, whole=whole)
     rows, fixed = rows_of(backend, sizes)
     rows = _chosen(rows, only)
     console = Console(width=None if Console().is_terminal else 120)
-    work = Workload(nonce=secrets.token_hex(4), **load)
+    work = Workload(nonce=secrets.token_hex(4), **_prompts(prompt, model, backend, console), **load)
 
     @contextlib.contextmanager
     def start(row: Row) -> Iterator[str]:
         flags = arguments(row.settings)
         console.print(f"{row.name}: {' '.join(flags)}", highlight=False)
-        of_model = [model] if model else []
         on = [] if "engine" in row.settings else ["--backend", backend]
-        with ChildServer([*of_model, *on, *flags, *serve], lambda line: None) as server:
+        with _server([*([model] if model else []), *on, *flags, *serve]) as server:
             yield server.url
 
     def tell(row: ablate.Measured) -> None:
         console.print(ablate.table([row]))
 
-    measured = ablate.measure_rows(rows, work, concurrency, start, rounds=rounds, on_row=tell)
+    with _failures():
+        measured = ablate.measure_rows(rows, work, concurrency, start, rounds=rounds, on_row=tell)
     console.print(ablate.table(measured))
     for one in fixed:
         console.print(f"{one.name}: not measured; {one.why}")
@@ -107,6 +117,44 @@ def command(
     if plot:
         ablate.plot(found, out.with_suffix(""))
     console.print(f"written: {out}")
+
+
+def _prompts(asked: str, model: str, backend: str, console: Console) -> dict[str, Any]:
+    """Fields of the workload: words of everyday English as chat messages, or token ids as they are.
+
+    Ids need neither a template nor a tokenizer that knows the words: one that does not may make six
+    tokens of each. Raises ModelError for what is no model.
+    """
+    if asked == "words" or (asked == "auto" and backend == "fake"):
+        return {}
+    say = partial(click.echo, err=True)
+    files = FAKE if backend == "fake" else resolve(model, say=say, weights=False, pickles=True)
+    card = read_card(files)
+    if asked == "auto":
+        if card.chat_template is not None:
+            return {}
+        console.print("prompts are token ids: the model has no chat template")
+    low, high = Workload().id_range
+    ids = min(low, card.vocab_size // 10), min(high, card.vocab_size)
+    return {"kind": "ids", "endpoint": "completions", "id_range": ids}
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """A request that fails is told in one line, with the server's words."""
+    try:
+        yield
+    except EngineError as error:
+        raise click.ClickException(error.message) from None
+
+
+def _server(flags: list[str]) -> ChildServer:
+    """Raises SetupError with all that the server said before it ended."""
+    said: list[str] = []
+    try:
+        return ChildServer(flags, said.append)
+    except SetupError as error:
+        raise SetupError("\n".join([error.message, *said])) from None
 
 
 def _check_plot(out: Path | None) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.gpu.shapes import write_folder
 from headrace.bench import ablate
 from headrace.bench.lengths import Lengths
 from headrace.bench.techniques import TECHNIQUES, Load, Row, rows_of
 from headrace.bench.workload import Workload
 from headrace.cli.main import cli
+from headrace.errors import SetupError
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import Server
 from tests.unit.test_inspect import LLAMA_8B, folder
@@ -116,3 +118,27 @@ def test_one_row_with_a_server_of_its_own(tmp_path: Path) -> None:
     assert (row["settings"]["block_size"], row["settings"]["kv_blocks"]) == (16, 8 * 64)
     assert row["level"]["output_tokens"] == 16
     assert row["times_before"] is None
+
+
+def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
+    """Random weights and a tokenizer that has none of the words: ids of the wanted number."""
+    model = write_folder("tiny", tmp_path, tokenizer=True)
+    out = tmp_path / "found.json"
+    args = [str(model), "--backend", "cpu", "--only", "overlap", "--serve=--load-format=dummy"]
+    args += ["--requests", "4", "--rounds", "1", "--concurrency", "2", "--max-tokens", "4"]
+    args += ["--prompt-tokens", "8", "--prefix-tokens", "32", "--out", str(out)]
+    done = CliRunner().invoke(cli, ["ablate", *args], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "prompts are token ids: the model has no chat template" in done.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["level"]["prompt_tokens"] == 4 * 40
+    words = CliRunner().invoke(cli, ["ablate", *args, "--prompt", "words"])
+    assert words.exit_code == 1
+    assert "this model has no chat template; use /v1/completions" in words.output
+
+
+def test_why_a_server_of_a_row_does_not_start(tmp_path: Path) -> None:
+    model = write_folder("tiny", tmp_path)
+    args = ["ablate", str(model), "--backend", "cpu", "--only", "naive"]
+    with pytest.raises(SetupError, match="cannot honour load_format"):
+        CliRunner().invoke(cli, [*args, "--serve=--load-format=dummy"], catch_exceptions=False)

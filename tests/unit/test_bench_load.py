@@ -251,6 +251,14 @@ async def test_command_fails_when_every_request_does(tmp_path: Any) -> None:
     assert "2 x HTTP 400 nope" in result.output
 
 
+async def test_a_refused_warm_up_says_what_the_server_said() -> None:
+    def script(body: dict[str, Any]) -> list[bytes | float]:
+        return [whole("400 No", {"error": {"code": "nope", "message": "no template"}})]
+
+    with pytest.raises(EngineError, match="failed: HTTP 400 nope: no template"):
+        await run(script, Workload(requests=2), [1])
+
+
 async def invoke(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, command, arguments)
 
