@@ -145,7 +145,7 @@ class Edge:
             self._check_key(headers)
         if scope["method"] != "POST" or path not in self._paths or path in SEATLESS_PATHS:
             return False
-        if self._resumes and LAST_EVENT in headers:
+        if self._resumes and any(n == LAST_EVENT and value for n, value in scope["headers"]):
             return False  # back to a stream that has its seat
         self._seats.take()
         return True

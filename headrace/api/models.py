@@ -35,6 +35,8 @@ async def _card(service: Service) -> dict[str, Any]:
         "kv_tokens": info.kv_blocks * info.block_size if info else None,
         "tokenizer": await asyncio.to_thread(lambda: service.prompt_identity),
     }
+    if settings.stream_resume_s:
+        card["stream_resume_s"] = settings.stream_resume_s
     if settings.kv_events_endpoint:  # for a gateway, which then listens by itself
         card["kv_events"] = {
             "endpoint": settings.kv_events_endpoint,

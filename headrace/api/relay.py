@@ -114,7 +114,8 @@ def resuming(handler: Handler) -> Handler:
 
     @wraps(handler)
     async def resume_or_begin(request: Request) -> ASGIApp:
-        given = request.headers.get(LAST)
+        # One that is empty is none; several are no id, whatever each of them says.
+        given = ",".join(request.headers.getlist(LAST))
         if not given or not service_of(request).streams.enabled:
             return await handler(request)
         return await _resumed(request, *split_event_id(given, None))

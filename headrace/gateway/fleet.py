@@ -182,6 +182,8 @@ class Fleet:
             raise kept.missing()
         if not worker.answers(now_s):
             raise kept.away()
+        if prompt.names_event and worker.draining and not worker.resumes:
+            raise NoWorker("no worker can take this request now")  # there it would begin a stream
         if kept.computes and not worker.serves(prompt.model):
             raise NotFound(
                 f"the worker that has {kept.name!r} serves no model {prompt.model!r:.100}",

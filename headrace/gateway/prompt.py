@@ -90,6 +90,11 @@ class Prompt(msgspec.Struct, kw_only=True):
         return self.kept is None or self.kept.computes
 
     @property
+    def names_event(self) -> bool:
+        """It goes on with a stream, by its Last-Event-ID; a worker that resumes none begins one."""
+        return self.kept is not None and self.kept.kind == "stream" and self.waits
+
+    @property
     def line(self) -> str:
         """Those that wait for the same workers stand in one line."""
         return self.model if self.kept is None else f"{self.model} at {self.kept.tag}"

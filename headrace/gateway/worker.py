@@ -65,6 +65,12 @@ class Worker(Load):
         """Whether it can be asked for what it keeps; it may be draining."""
         return self.up and (self.breaker.closed or self.breaker.admits(now_s))
 
+    @property
+    def resumes(self) -> bool:
+        """A client can come back to its streams; else a Last-Event-ID begins a new one."""
+        cards = [card for card in self.cards.values() if isinstance(card, dict)]
+        return any(card.get("stream_resume_s") for card in cards)
+
     def why_not(self, now_s: float) -> str:
         """What keeps a new request away; "" = nothing."""
         if not self.up:

@@ -91,8 +91,13 @@ def test_kept_responses_and_streams(gateways: list[GatewayProcess], keeper: Serv
     reader = Reader(gateways[1], f"/v1/streams/{reader.name}", last=last_id(seen))
     seen += reader.events(3)
     reader.close()
+    (card,) = keeper.get("/v1/models")[1]["data"]
+    assert card["stream_resume_s"] > 0
+    drained = {"worker": keeper.url}
+    assert ask(gateways[1], "POST", "/gateway/drain", drained)[0] == 200
     reader = Reader(gateways[1], CHAT, {"model": "fake"}, last=last_id(seen))
     seen += reader.events(3)
+    assert ask(gateways[1], "POST", "/gateway/drain", {**drained, "drain": False})[0] == 200
     numbers = [int(last_id([event]).rpartition(".")[2]) for event in seen]
     assert numbers == list(range(1, 10))
     assert ask(gateways[1], "DELETE", f"/v1/streams/{reader.name}")[1]["ended"]

@@ -104,6 +104,44 @@ async def test_back_to_a_stream_needs_no_seat(service: Service) -> None:
         assert (back.status_code, back.json()["error"]["code"]) == (404, "stream_not_found")
 
 
+async def test_an_empty_event_id_takes_a_seat_and_several_begin_nothing(service: Service) -> None:
+    service.settings = Settings(stream_resume_s=5)
+    service.streams = Streams(0, 5.0, 4096)
+    seats = Seats(1)
+    seats.take()
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None), seats)
+    transport = httpx.ASGITransport(app)
+    name = f"0-{'0' * 32}.1"
+    cases = [
+        ([""], 503, "too_many_streams"),
+        (["", name], 400, "invalid_request"),
+        ([name, ""], 400, "invalid_request"),
+    ]
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for values, status, code in cases:
+            head = [("last-event-id", value) for value in values]
+            back = await client.post("/v1/chat/completions", json=BODY, headers=head)
+            assert (back.status_code, back.json()["error"]["code"]) == (status, code), values
+
+
+@pytest.mark.parametrize(
+    ("resume_s", "told"), [(0.0, (503, "shutting_down")), (5.0, (404, "stream_not_found"))]
+)
+async def test_no_event_id_begins_a_stream_while_the_server_drains(
+    resume_s: float, told: tuple[int, str], service: Service
+) -> None:
+    service.settings = Settings(stream_resume_s=resume_s)
+    service.streams = Streams(0, resume_s, 4096)
+    service.draining = True
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None), Seats(1))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        head = {"last-event-id": f"0-{'0' * 32}.1"}
+        back = await client.post("/v1/chat/completions", json=BODY, headers=head)
+    assert (back.status_code, back.json()["error"]["code"]) == told
+
+
 async def test_who_sees_the_end_finds_it_counted_and_the_seat_free(service: Service) -> None:
     seats, counted = Seats(1), list[bytes]()
     app: Any = create_app(service, Exchanges(60, 15, lambda: None), seats)

@@ -186,7 +186,8 @@ async def test_a_worker_that_drains_answers_and_one_that_left_is_missing() -> No
     async def answer(asked: Asked, out: Out) -> None:
         await out.json({"ok": True})
 
-    async with Mock(answer) as one, Mock(answer) as two, gateway(one, two) as made:
+    resumes = {"stream_resume_s": 5.0}
+    async with Mock(answer) as one, Mock(answer, card=resumes) as two, gateway(one, two) as made:
         specs = [WorkerSpec(url=mock.url) for mock in (one, two)]
         everything = wanted(homes.tag_of(two.url))
         drained = {"worker": two.url}
@@ -200,6 +201,24 @@ async def test_a_worker_that_drains_answers_and_one_that_left_is_missing() -> No
             (404, "response_not_found"),
             *[(404, "stream_not_found")] * 4,
         ]
+    assert not one.asked
+
+
+async def test_no_event_id_begins_a_stream_at_a_worker_that_drains() -> None:
+    """One that resumes none knows no such header: there it is a new request."""
+    async with Mock() as one, Mock() as two, gateway(one, two) as made:
+        tag = homes.tag_of(two.url)
+        ids = [f"{homes.stream_id(0, tag)}.3", f"0-{tag}-{'0' * 32}.x"]
+        assert (await call(made.port, {"worker": two.url}, "/gateway/drain")).status == 200
+        for name in ids:
+            reply = await call(made.port, {"model": "m"}, CHAT, {"last-event-id": name})
+            assert (reply.status, reply.json()["error"]["code"]) == (503, "no_worker")
+            assert "retry-after" in reply.headers
+        assert not two.asked
+        undone = {"worker": two.url, "drain": False}
+        assert (await call(made.port, undone, "/gateway/drain")).status == 200
+        reply = await call(made.port, {"model": "m"}, CHAT, {"last-event-id": ids[0]})
+        assert reply.status == 200
     assert not one.asked
 
 
