@@ -178,7 +178,7 @@ def build_runner(
         trial.compile(cores())
     with phase("run the largest step", report):
         probe = Probe(trial)
-        probe.seconds(0, min(plan.max_tokens, probe.room))
+        probe.run(0, min(plan.max_tokens, probe.room))
         probe.close()
         room = measure_room(trial, card)
         trial.close()
