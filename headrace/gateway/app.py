@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import socket
@@ -27,7 +28,7 @@ from headrace.gateway.board import Board
 from headrace.gateway.checks import Checks
 from headrace.gateway.connection import JSON, Client, Request, Serving
 from headrace.gateway.console import JOINED, Console, joined
-from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions
+from headrace.gateway.decisions import MIN_MISS_TOKENS, Decisions, one_of
 from headrace.gateway.exchange import Exchange
 from headrace.gateway.fleet import Fleet, Placement
 from headrace.gateway.headers import came_back, mark_of
@@ -102,6 +103,7 @@ class Gateway:
             ratio, numbers = settings.trace_ratio, self.metrics.registry
             self.tracer = Tracer("headrace-gateway", endpoint, ratio, numbers)
         self.tokenising = Tokenising(models or {}, settings.tokenizer_threads, self._tokenised)
+        self.numbers = itertools.count()  # of exchanges
         self.decisions = Decisions(settings.decisions, settings.policy, self.fleet.knobs)
         self.lint: Lint | None = None
         if settings.lint:
@@ -299,9 +301,7 @@ class Gateway:
         except HeadraceError as error:
             own.answer(error.status, [JSON], msgspec.json.encode(body_of(error, path)))
         method, target = request.method.decode(), request.target.decode("latin-1")
-        others: list[tuple[int, bytes]] = []
-        if not path.startswith(DECISIONS) or own.status != 200:
-            others = await siblings.ask(method, target, request.body)
+        others = await siblings.ask(method, target, request.body)
         good = [body for status, body in ((own.status, own.body), *others) if status == 200]
         if not good:
             client.answer(own.status, [JSON], own.body)
@@ -315,7 +315,8 @@ class Gateway:
             whole = {**said[0], "requests": sum(one["requests"] for one in said)}
             client.answer(200, [JSON], msgspec.json.encode(whole))
         else:
-            client.answer(200, [JSON], good[0])
+            told = one_of([msgspec.json.decode(body) for body in good])
+            client.answer(200, [JSON], msgspec.json.encode(told))
 
     def _own(self, client: Answering, request: Request) -> None:
         """Answer what the gateway itself knows."""
@@ -385,16 +386,16 @@ class Gateway:
         self.metrics.tokenised.add(outcome)
 
     def decided(
-        self, request_id: str, after_s: float, tenant: str, prompt: Prompt, placed: Placement
+        self, exchange: Exchange, after_s: float, tenant: str, prompt: Prompt, placed: Placement
     ) -> None:
         """A worker was chosen, so many seconds after the request came."""
         metrics = self.metrics
         metrics.decide_s.observe(after_s)
         metrics.placements.add(placed.worker.name, placed.choice.reason)
-        self.decisions.decided(request_id, after_s, tenant, prompt, placed)
+        self.decisions.decided(exchange.number, exchange.id, after_s, tenant, prompt, placed)
 
     def used(
-        self, request_id: str, tenant: str, prompt: Prompt, placed: Placement, usage: Usage
+        self, exchange: Exchange, tenant: str, prompt: Prompt, placed: Placement, usage: Usage
     ) -> None:
         """A worker said what the request used."""
         metrics = self.metrics
@@ -413,17 +414,17 @@ class Gateway:
             metrics.predictions.add(state, outcome)
             if predicted >= MIN_MISS_TOKENS and not usage.cached_tokens:
                 metrics.misses.add(state)
-        self.decisions.used(request_id, usage)
+        self.decisions.used(exchange.number, usage)
         if self.lint is not None and self.lint.see(tenant, prompt):  # in no request's way
             look = self.lint.look
-            asyncio.get_running_loop().call_soon(look, tenant, request_id, prompt, usage)
+            asyncio.get_running_loop().call_soon(look, tenant, exchange.id, prompt, usage)
 
     def ended(self, exchange: Exchange, status: int) -> None:
         """A request is over."""
         took_s = time.monotonic() - exchange.since_s
         self.metrics.requests.add(str(status))
         self.metrics.e2e_s.observe(took_s)
-        self.decisions.ended(exchange.id, status, took_s)
+        self.decisions.ended(exchange.number, status, took_s)
         self.exchanges.discard(exchange)
         self.pump_soon()
         if not self.exchanges:

@@ -1,9 +1,17 @@
-"""Why each request went where it went: the newest decisions, told when asked."""
+"""Why each request went where it went: the newest decisions, told when asked.
+
+Every request has a record of its own. Clients may give several the same id, so a record also has a
+key, `ID~...`, which no other has in any process of the gateway; an id stands for the newest of its
+requests.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,10 +24,13 @@ from headrace.gateway.view import Knobs
 
 MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
 
+MOST_SAME = 50  # of an id, named beside the newest
 MOST_CANDIDATES = 2**18  # of all decisions: about 64 MiB, however many workers there are
 
 
 class _Kept(msgspec.Struct):
+    number: int  # of the request, in this process
+    id: str
     prompt: tuple[str, int, int, str]  # model, prompt and output tokens, why they are not known
     tenant: str
     at_s: float  # wall clock, of the first attempt
@@ -31,17 +42,19 @@ class _Kept(msgspec.Struct):
 
 
 class Decisions:
-    """Request id -> what was decided. Bounded; a used id is replaced."""
+    """Number of a request in this process -> what was decided. Bounded."""
 
     def __init__(self, most: int, policy: str, knobs: Knobs) -> None:
         """policy and knobs: what scores were made by."""
         self._most, self._policy, self._knobs = most, policy, knobs
-        self._all: OrderedDict[str, _Kept] = OrderedDict()
+        self._process = secrets.token_hex(4)  # in keys
+        self._all: OrderedDict[int, _Kept] = OrderedDict()
+        self._by_id: dict[str, list[_Kept]] = {}  # of `_all`, the newest last
         self._candidates = 0  # of `_all`
-        self._new: list[tuple[str, float, str, Prompt, Placement, float]] = []  # not in `_all` yet
+        self._new: list[tuple[int, str, float, str, Prompt, Placement, float]] = []  # not filed yet
 
     @property
-    def _kept(self) -> OrderedDict[str, _Kept]:
+    def _kept(self) -> OrderedDict[int, _Kept]:
         """All of them. Those that are new are filed now: of many requests that come together, none
         waits until the ones before it are.
         """
@@ -52,14 +65,21 @@ class Decisions:
         return self._all
 
     def decided(
-        self, request_id: str, after_s: float, tenant: str, prompt: Prompt, placed: Placement
+        self,
+        number: int,
+        request_id: str,
+        after_s: float,
+        tenant: str,
+        prompt: Prompt,
+        placed: Placement,
     ) -> None:
         """A worker was chosen."""
         if self._most:
-            self._new.append((request_id, after_s, tenant, prompt, placed, time.time()))
+            self._new.append((number, request_id, after_s, tenant, prompt, placed, time.time()))
 
     def _file(
         self,
+        number: int,
         request_id: str,
         after_s: float,
         tenant: str,
@@ -67,37 +87,41 @@ class Decisions:
         placed: Placement,
         at_s: float,
     ) -> None:
-        kept = self._all.get(request_id)
-        if kept is None or kept.status:
-            if kept is not None:
-                self._forget(kept)
-            kept = self._all[request_id] = _Kept(_facts(prompt), tenant, at_s, [])
-            self._all.move_to_end(request_id)
+        kept = self._all.get(number)
+        if kept is None:
+            kept = _Kept(number, request_id, _facts(prompt), tenant, at_s, [])
+            self._all[number] = kept
+            self._by_id.setdefault(request_id, []).append(kept)
         kept.tries.append((after_s, placed))
         self._candidates += len(placed.view.workers)
         while len(self._all) > self._most or (
             self._candidates > MOST_CANDIDATES and len(self._all) > 1
         ):
-            self._forget(self._all.popitem(last=False)[1])
+            self._forget_oldest()
 
-    def _forget(self, kept: _Kept) -> None:
+    def _forget_oldest(self) -> None:
+        kept = self._all.popitem(last=False)[1]
         self._candidates -= sum(len(placed.view.workers) for _, placed in kept.tries)
+        same = self._by_id[kept.id]
+        same.pop(0)  # the oldest of all is the oldest of its id
+        if not same:
+            del self._by_id[kept.id]
 
-    def used(self, request_id: str, usage: Usage) -> None:
+    def used(self, number: int, usage: Usage) -> None:
         """The worker said what it found and made."""
-        if kept := self._kept.get(request_id):
+        if kept := self._kept.get(number):
             kept.usage = usage
             kept.silent = _is_silent(kept.tries[-1][1], usage)
 
-    def ended(self, request_id: str, status: int, took_s: float) -> None:
+    def ended(self, number: int, status: int, took_s: float) -> None:
         """The request is over."""
-        if kept := self._kept.get(request_id):
+        if kept := self._kept.get(number):
             kept.status, kept.took_s = status, took_s
 
     def newest(self, limit: int, *, silent: bool = False) -> list[dict[str, Any]]:
         """A line about each of the newest, newest first. silent: misses that were silent alone."""
         rows: list[dict[str, Any]] = []
-        for request_id, kept in reversed(self._kept.items()):
+        for kept in reversed(self._kept.values()):
             if len(rows) >= limit:
                 break
             if silent and not kept.silent:
@@ -105,7 +129,7 @@ class Decisions:
             placed = kept.tries[-1][1]
             rows.append(
                 {
-                    **_about(request_id, kept),
+                    **self._about(kept),
                     "worker": placed.worker.name,
                     "reason": placed.choice.reason,
                     "attempts": len(kept.tries),
@@ -114,14 +138,16 @@ class Decisions:
             )
         return rows
 
-    def tell(self, request_id: str) -> dict[str, Any] | None:
-        """Everything about one request; None = not kept (any more)."""
-        kept = self._kept.get(request_id)
-        if kept is None:
+    def tell(self, name: str) -> dict[str, Any] | None:
+        """Everything about one request, by its key, or about the newest with that id; and which
+        others have the id. None = not kept (any more)."""
+        if (kept := self._find(name)) is None:
             return None
         usage, sizes = kept.usage, kept.prompt
+        same = islice(reversed(self._by_id[kept.id]), MOST_SAME + 1)
+        others = [one for one in same if one is not kept]
         return {
-            **_about(request_id, kept),
+            **self._about(kept),
             "output_tokens_most": sizes[2],
             "untokenised": sizes[3] or None,
             "policy": self._policy,
@@ -130,6 +156,35 @@ class Decisions:
             ],
             "worker_said": None if usage is None else _told(usage),
             "cached_tokens": _compared(kept.tries[-1][1], kept),
+            "same_id": [{"key": self._key(o), "at_s": o.at_s} for o in others[:MOST_SAME]],
+        }
+
+    def _find(self, name: str) -> _Kept | None:
+        """By key or id."""
+        every = self._kept
+        _, tilde, rest = name.partition("~")
+        if not tilde:
+            return self._by_id[name][-1] if name in self._by_id else None
+        try:
+            kept = every.get(int(rest.removeprefix(self._process), 16))
+        except ValueError:
+            return None
+        return kept if kept is not None and self._key(kept) == name else None
+
+    def _key(self, kept: _Kept) -> str:
+        return f"{kept.id}~{self._process}{kept.number:x}"
+
+    def _about(self, kept: _Kept) -> dict[str, Any]:
+        model, prompt_tokens, *_ = kept.prompt
+        return {
+            "id": kept.id,
+            "key": self._key(kept),
+            "at_s": kept.at_s,
+            "tenant": kept.tenant,
+            "model": model,
+            "status": kept.status or None,
+            "took_s": kept.took_s if kept.status else None,
+            "prompt_tokens_estimated": prompt_tokens,
         }
 
     def _attempt(self, after_s: float, prompt_tokens: int, placed: Placement) -> dict[str, Any]:
@@ -167,19 +222,6 @@ def _facts(prompt: Prompt) -> tuple[str, int, int, str]:
     return prompt.model, prompt.prompt_tokens, prompt.output_tokens, prompt.untokenised
 
 
-def _about(request_id: str, kept: _Kept) -> dict[str, Any]:
-    model, prompt_tokens, *_ = kept.prompt
-    return {
-        "id": request_id,
-        "at_s": kept.at_s,
-        "tenant": kept.tenant,
-        "model": model,
-        "status": kept.status or None,
-        "took_s": kept.took_s if kept.status else None,
-        "prompt_tokens_estimated": prompt_tokens,
-    }
-
-
 def _is_silent(placed: Placement, usage: Usage) -> bool:
     return not usage.cached_tokens and placed.cached_tokens[placed.choice.index] >= MIN_MISS_TOKENS
 
@@ -199,3 +241,12 @@ def _compared(placed: Placement, kept: _Kept) -> dict[str, Any]:
 def _told(usage: Usage) -> dict[str, int | None]:
     counts = {field: getattr(usage, field) for field in usage.__struct_fields__}
     return {field: count if count >= 0 else None for field, count in counts.items()}
+
+
+def one_of(said: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several processes tell of one id or key, as one: the newest, and the others' keys."""
+    ordered = sorted(said, key=lambda one: -one["at_s"])
+    same = [{"key": one["key"], "at_s": one["at_s"]} for one in ordered[1:]]
+    same += [other for one in ordered for other in one["same_id"]]
+    same.sort(key=lambda other: -other["at_s"])
+    return {**ordered[0], "same_id": same[:MOST_SAME]}

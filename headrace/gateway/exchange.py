@@ -44,7 +44,8 @@ class Exchange:
     def __init__(self, gateway: Gateway, client: Client, request: Request, tenant: Tenant) -> None:
         self._gateway, self._client, self._request = gateway, client, request
         self._tenant = tenant
-        self.id = request_id(request)
+        self.id = request_id(request)  # clients may give several the same
+        self.number = next(gateway.numbers)
         self.since_s = time.monotonic()
         self._tried: set[str] = set()
         if gateway.tracer is not None:
@@ -191,7 +192,7 @@ class Exchange:
         else:
             self._send(connection)
         self._gateway.queue.serve(self._tenant.name, placement.lease.uncached_tokens, 0)
-        self._gateway.decided(self.id, after_s, self._tenant.name, self._prompt, placement)
+        self._gateway.decided(self, after_s, self._tenant.name, self._prompt, placement)
 
     def _connect(self, worker: Worker) -> None:
         self._connecting = asyncio.get_running_loop().create_task(self._connected(worker))
@@ -486,7 +487,7 @@ class Exchange:
     def _used(self, usage: Usage) -> None:
         assert self._placement is not None, "placed"
         self._usage = usage
-        self._gateway.used(self.id, self._tenant.name, self._prompt, self._placement, usage)
+        self._gateway.used(self, self._tenant.name, self._prompt, self._placement, usage)
 
     def _finish(self, status: int) -> None:
         """Once, at the end of every path, before the client sees that end: who asks then finds the

@@ -29,6 +29,7 @@ from headrace.gateway.view import Ask, FleetView, Knobs
 from headrace.web_page import load_files
 from tests.unit.gateway_rig import (
     Asked,
+    Call,
     Mock,
     Out,
     Reply,
@@ -145,10 +146,70 @@ async def test_decisions_are_fewer_where_each_has_many_candidates(
 ) -> None:
     monkeypatch.setattr("headrace.gateway.decisions.MOST_CANDIDATES", 5)
     async with Mock() as one, Mock() as two, gateway(one, two) as made:
-        for name in ("a", "b", "a", "c", "c"):
+        for name in ("a", "b", "b", "a", "c"):
             await call(made.port, chat(), headers={"x-request-id": name})
         rows = (await look(made.port, "/gateway/decisions")).json()["decisions"]
         assert [row["id"] for row in rows] == ["c", "a"]
+        told = (await look(made.port, "/gateway/decisions/a")).json()
+        assert (told["key"], told["same_id"]) == (rows[1]["key"], [])
+        assert (await look(made.port, "/gateway/decisions/b")).status == 404
+
+
+async def test_requests_of_one_id_have_a_record_each() -> None:
+    """Those that run at once, and those that come later."""
+    go_on = asyncio.Event()
+
+    async def answer(asked: Asked, out: Out) -> None:
+        said = asked.json()["messages"][0]["content"]
+        if said == "slow":
+            await go_on.wait()
+        await out.json({"choices": [], "usage": usage_of(len(said), 2, 0)})
+
+    mine = {"x-request-id": "mine"}
+    async with Mock(answer) as one, gateway(one) as made, Call(made.port) as slow:
+        await slow.send(chat("slow"), headers=mine)
+        await until(lambda: len(one.asked) == 1, "it runs")
+        await call(made.port, chat("quick!"), headers=mine)
+        rows = (await look(made.port, "/gateway/decisions")).json()["decisions"]
+        assert [(row["id"], row["status"], row["attempts"]) for row in rows] == [
+            ("mine", 200, 1),
+            ("mine", None, 1),
+        ]
+        go_on.set()
+        assert (await slow.whole()).status == 200
+        await call(made.port, chat("later on"), headers=mine)
+        told = (await look(made.port, "/gateway/decisions/mine")).json()
+        assert told["worker_said"]["prompt_tokens"] == len("later on"), "the newest"
+        assert [same["key"] for same in told["same_id"]] == [row["key"] for row in rows]
+        sizes = []
+        for row in rows:
+            each = (await look(made.port, f"/gateway/decisions/{row['key']}")).json()
+            assert each["at_s"] == row["at_s"]
+            assert len(each["same_id"]) == 2
+            sizes.append(each["worker_said"]["prompt_tokens"])
+        assert sizes == [len("quick!"), len("slow")]
+        for wrong in ("mine~", "mine~x", f"other~{rows[0]['key'].partition('~')[2]}"):
+            assert (await look(made.port, f"/gateway/decisions/{wrong}")).status == 404
+
+
+async def test_one_id_in_two_processes(tmp_path: Path) -> None:
+    """It stands for the newest of both, whichever is asked."""
+    siblings = [Siblings(tmp_path, 2, own) for own in range(2)]
+    async with (
+        Mock() as a,
+        gateway(a, siblings=siblings[0]) as one,
+        gateway(a, siblings=siblings[1]) as two,
+    ):
+        for made in (one, two, one):
+            await call(made.port, chat(), headers={"x-request-id": "mine"})
+        rows = (await look(two.port, "/gateway/decisions")).json()["decisions"]
+        keys = [row["key"] for row in rows]
+        assert len(set(keys)) == 3
+        for made in (one, two):
+            told = (await look(made.port, "/gateway/decisions/mine")).json()
+            assert (told["key"], [same["key"] for same in told["same_id"]]) == (keys[0], keys[1:])
+            for key in keys:
+                assert (await look(made.port, f"/gateway/decisions/{key}")).json()["key"] == key
 
 
 async def finds(asked: Asked, out: Out) -> None:

@@ -30,6 +30,7 @@ function view({ decision, problem, id }) {
     el("h2", {}, "Decision ", el("span", { class: "label mono", text: decision.id })),
     about(decision),
     cachedTokens(decision),
+    ...sameId(decision.same_id),
     ...decision.attempts.map((attempt, at) => attempted(attempt, at, decision.attempts.length)),
   ];
 }
@@ -47,6 +48,15 @@ function about(decision) {
     ["prompt as the worker counts", decision.worker_said?.prompt_tokens],
     ["output tokens", decision.worker_said?.output_tokens],
   ]);
+}
+
+function sameId(others) {
+  if (!others.length) return [];
+  const links = others.flatMap((one) => [
+    " ",
+    el("a", { href: `#/decision/${encodeURIComponent(one.key)}`, text: clock(one.at_s) }),
+  ]);
+  return [el("p", { class: "label same-id" }, "Other requests with this id:", ...links)];
 }
 
 function cachedTokens({ cached_tokens: cached }) {

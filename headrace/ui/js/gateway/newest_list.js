@@ -3,7 +3,7 @@ import { el } from "../dom.js";
 import { clock, count } from "../format.js";
 import { rowList } from "../row_list.js";
 import { choose, place } from "./route.js";
-import { newest, silent } from "./watch.js";
+import { chosen, newest, silent } from "./watch.js";
 import { nameOf } from "./words.js";
 
 const MOST_CHARS = 20; // of an id
@@ -26,9 +26,14 @@ export function startNewestList(pane) {
   const show = () => {
     none.hidden = newest.value.length > 0;
     none.textContent = silent.value ? "No miss was silent." : "No request yet.";
-    list.show(newest.value, place.value.id);
+    // Clients give several requests one id; each has a key of its own.
+    list.show(
+      newest.value.map((one) => ({ ...one, id: one.key, name: one.id })),
+      chosen.value.id === place.value.id ? chosen.value.decision?.key : place.value.id,
+    );
   };
   newest.watch(show);
+  chosen.watch(show);
   place.watch(show);
   show();
 }
@@ -42,7 +47,7 @@ function parts(one) {
   const { predicted, confirmed, silent_miss: missed } = one.cached_tokens;
   const again = one.attempts > 1 ? `, ${one.attempts} attempts` : "";
   return [
-    el("span", { class: "id mono", title: one.id, text: shortened(one.id) }),
+    el("span", { class: "id mono", title: one.name, text: shortened(one.name) }),
     el("span", {
       class: missed ? "label problem" : "label",
       text: missed ? "silent miss" : (one.status ?? "running"),

@@ -1,11 +1,11 @@
-// What is shown is in the address: #/fleet, #/decision/ID or #/lint.
+// What is shown is in the address: #/fleet, #/decision/ID, #/decision/KEY or #/lint.
 import { cell } from "../cell.js";
 
 const VIEWS = ["fleet", "decision", "lint"];
 
 let before = { view: "fleet", id: "" };
 
-/** {view, id of a request} */
+/** {view, id or key of a request} */
 export const place = cell(read());
 
 addEventListener("hashchange", () => place.set(read()));

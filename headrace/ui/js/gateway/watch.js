@@ -15,7 +15,7 @@ export const fleet = cell(null);
 export const newest = cell([]);
 /** Whether only misses that were silent are listed. */
 export const silent = cell(false);
-/** {decision} of the chosen request, {id, problem}, or {} when none is chosen. */
+/** {id, decision} of the chosen request, {id, problem}, or {}; its id or key, as it was asked. */
 export const chosen = cell({});
 /** What /gateway/lint says, {problem} where it is off, or null before the first look. */
 export const lint = cell(null);
@@ -95,11 +95,11 @@ async function lookAtLint() {
 async function lookAtChosen() {
   const { id } = place.value;
   if (!id) return chosen.set({});
-  const { decision } = chosen.value;
-  if (decision?.id === id && decision.status !== null) return;
+  const { id: asked, decision } = chosen.value;
+  if (asked === id && decision && decision.status !== null) return;
   try {
     const found = await getJson(`decisions/${encodeURIComponent(id)}`);
-    if (place.value.id === id) chosen.set({ decision: found });
+    if (place.value.id === id) chosen.set({ id, decision: found });
   } catch (error) {
     if (error.status !== 404) throw error;
     const { id: shown, problem } = chosen.value;
