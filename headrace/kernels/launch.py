@@ -5,20 +5,24 @@ program needs is to call what it will call, with the same arguments, and launch 
 
 Triton calls a compiled kernel through a small module of C, which it builds with the machine's C
 compiler when the kernel is first launched: half a second each, one after another. `compiling`
-builds those too, into the same cache on disk. Both are work for children: see `forked`.
+builds those too, into the same cache on disk. Both are work for children: see `forked`. What the
+cache has needs none: forking sixteen processes of this size takes longer than all that they find.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.runtime._async_compile import active_mode
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
 from headrace.kernels.forked import run_forked
@@ -70,11 +74,19 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
         kernel[grid](*args, **options)
 
 
+def _on_disk(key: str) -> bool:
+    """Whether the cache holds what Triton calls by this key, as far as Triton itself looks."""
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    names = [found.name for found in Path(manager.cache_dir).glob("__grp__*")]
+    groups = {name: manager.get_group(name) for name in (n.removeprefix("__grp__") for n in names)}
+    return any(name in (group or ()) for name, group in groups.items())
+
+
 class _Collected(Executor):
     """Compilations that are asked for, until `run` makes them.
 
-    Each is followed by the module of C that will launch the kernel. Children leave both in the
-    cache on disk; then this process takes them from there, or makes what is missing.
+    Each is followed by the module of C that will launch the kernel. What the cache on disk lacks,
+    children leave there; then this process takes all from it, or makes what is still missing.
     """
 
     def __init__(self) -> None:
@@ -90,12 +102,19 @@ class _Collected(Executor):
 
     def run(self, workers: int) -> None:
         """Side by side; the futures are done then."""
-        if min(workers, len(self._asked)) > 1:
-            jobs = [functools.partial(self._anew, fn) for fn, _ in self._asked]
+        missing = self._missing()
+        if min(workers, len(missing)) > 1:
+            jobs = [functools.partial(self._anew, fn) for fn in missing]
             _counts.made_elsewhere(run_forked(jobs, workers))
-        with ThreadPoolExecutor(workers, "compile") as pool:
+            missing = self._missing()
+        # To read them is Python's work: threads would only take turns.
+        with ThreadPoolExecutor(max(1, min(workers, len(missing))), "compile") as pool:
             for fn, future in self._asked:
                 pool.submit(self._settle, fn, future)
+
+    def _missing(self) -> list[Callable[[], Any]]:
+        """Those that the cache lacks. Triton writes its key on each future."""
+        return [fn for fn, future in self._asked if not _on_disk(vars(future)["_key"])]
 
     def _anew(self, fn: Callable[[], Any]) -> bool:
         """In a child: whether the cache did not have it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ class Card:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Card())
+from headrace.kernels import launch as own
 from headrace.kernels.launch import compiled, compiling, fetched, launch
 from headrace.kernels.sampling import Scratch, sample
 from headrace.kernels.state import poke
@@ -36,6 +38,14 @@ i = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 scratch = Scratch.allocate(4, 1000, torch.device("cpu"))
 args = (torch.zeros(2, 1000), i(2), i(3, 8), i(2), i(2), i(2), i(3), i(2))
 poked = i(9)
+
+forked, run_forked = [], own.run_forked
+
+def counted(jobs, workers):
+    forked.append(len(jobs))
+    return run_forked(jobs, workers)
+
+own.run_forked = counted
 
 def work(kind):
     sample(*args, kind=kind, scratch=scratch)
@@ -48,6 +58,7 @@ for kind in ("greedy", "greedy", "plain"):
         work(kind)
     counts.append([compiled(), fetched()])
 built = sorted(launchers)
+children = list(forked)
 failed = []
 for _ in range(2):  # a compilation that fails does not spoil what comes after
     try:
@@ -61,7 +72,7 @@ try:  # a launch passes the cache and then fails on the missing card
 except Exception:
     launched = False
 counts.append([compiled(), fetched()])
-print(json.dumps([counts, failed, launched, poked.tolist(), built]))
+print(json.dumps([counts, failed, launched, poked.tolist(), built, children]))
 """
 
 
@@ -81,12 +92,27 @@ def run(cache: Path) -> Any:
 
 
 def test_compiled_side_by_side_and_found_again_on_disk(tmp_path: Path) -> None:
-    counts, failed, launched, poked, built = run(tmp_path)
+    counts, failed, launched, poked, built, children = run(tmp_path)
     assert counts == [[3, 0], [3, 0], [5, 0], [5, 0]], "each once; a plain draw has two of its own"
     assert set(failed) == {"CompilationError"}, "triton 3.7 says it once, 3.6 each time"
     assert len(built) == 5, "what launches a kernel is built beside it"
     assert len({tuple(one) for one in built}) == 3, "greedy and plain draws differ by constants"
     assert not launched, "this card cannot launch"
     assert poked == [0] * 9, "nothing ran"
-    counts, *_ = run(tmp_path)
+    assert children == [3, 2], "a job for each"
+    counts, *_, children = run(tmp_path)
     assert counts == [[0, 3], [0, 3], [0, 5], [0, 5]]
+    assert children == [], "what is on disk is read here"
+
+
+def test_children_compile_only_what_the_cache_lacks(tmp_path: Path) -> None:
+    run(tmp_path)
+    kernels = sorted({found.parent for found in tmp_path.glob("*/*.cubin")})
+    assert len(kernels) == 5
+    shutil.rmtree(kernels[0])
+    for folder in kernels[1:3]:  # as in a cache that was moved: its lists name what is not there
+        next(found for found in folder.glob("*.json") if "__grp__" not in found.name).unlink()
+    counts, *_, children = run(tmp_path)
+    assert counts[-1] == [3, 2]
+    lacked = (counts[0][0], 3 - counts[0][0])  # in the first round, and in the last
+    assert children == [count for count in lacked if count > 1], "a single one is compiled here"
