@@ -86,6 +86,7 @@ def build_engine(
 
         return build_naive(settings, files, report)
     from headrace.engine.loop import Engine
+    from headrace.kv.events import groups_of
 
     fake = settings.backend == "fake"
     loaded = None if fake else _load_runner(settings, files, report, progress)
@@ -98,7 +99,7 @@ def build_engine(
     if settings.kv_events_endpoint:
         from headrace.engine.kv_events import KVEventPublisher
 
-        publisher = KVEventPublisher(settings, facts.block_size, facts.windows[0])
+        publisher = KVEventPublisher(settings, facts.block_size, facts.windows)
         publisher.start()
     log_events = publisher is not None
     kv = make_cache(facts, prefix_caching=settings.prefix_caching, log_events=log_events)
@@ -127,6 +128,8 @@ def build_engine(
         draws_note=facts.draws_note,
         positions=loaded[1].spec.known_positions if loaded else None,
         ledger=loaded[1].sizes if loaded else [],
+        kv_tokens=kv.kept_tokens,
+        kv_windows=groups_of(facts.windows),
     )
 
 

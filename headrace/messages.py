@@ -358,6 +358,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     positions: Positions | None = None
     ledger: list[tuple[str, int]] = []  # what takes memory, bytes
     device_uuid: str = ""  # of the GPU that computes; "" = none does
+    kv_tokens: int = 0  # that the KV cache keeps in every layer; 0 = there is no pool
+    kv_windows: tuple[int, ...] = (0,)  # of the groups that KV events tell of, in tokens; 0 = none
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True):

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": {"errors", "extras"},
     "homes": set(),
     "gateway": BASE
-    | {"observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"}
+    | {"kv", "observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"}
     | {"extras", "homes"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE

@@ -32,7 +32,7 @@ async def _card(service: Service) -> dict[str, Any]:
         "created": service.created_s,
         "owned_by": "headrace",
         "max_model_len": info.max_model_len if info else None,
-        "kv_tokens": info.kv_blocks * info.block_size if info else None,
+        "kv_tokens": info.kv_tokens if info else None,
         "tokenizer": await asyncio.to_thread(lambda: service.prompt_identity),
     }
     if settings.stream_resume_s:
@@ -42,5 +42,6 @@ async def _card(service: Service) -> dict[str, Any]:
             "endpoint": settings.kv_events_endpoint,
             "replay_endpoint": settings.kv_events_replay_endpoint,
             "topic": settings.kv_events_topic,
+            "windows": info.kv_windows if info else [],
         }
     return card

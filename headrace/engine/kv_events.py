@@ -6,7 +6,8 @@ is kept, then with the number -1 and no batch.
 
 Beside the newest batches the thread keeps what the cache holds now. Whoever asks for batches that
 are gone gets that: AllBlocksCleared and every block, as the newest sequence numbers. So a
-subscriber that comes late, or missed too much, knows everything with one answer.
+subscriber that comes late, or missed too much, knows everything with one answer. Blocks of KV
+groups without a window are told of first there: the others follow them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import zmq
 from headrace.config import Settings
 from headrace.engine.kv_wire import Wire
 from headrace.errors import ConfigError
-from headrace.kv.events import Cleared, EventLog, KVEvent, Removed, Scope, Stored
+from headrace.kv.events import Cleared, EventLog, KVEvent, Removed, Scope, Stored, groups_of
 
 log = logging.getLogger("headrace.engine")
 
@@ -41,20 +42,22 @@ class _Block(NamedTuple):
     scope: Scope
     parent: bytes | None
     tokens: bytes  # unsigned 32-bit integers
+    groups: int  # bits of those that hold it; not 0
 
 
 class KVEventPublisher(threading.Thread):
     """`put` is for the engine's thread; everything else happens in this one.
 
-    window: of a model whose layers all have one, in tokens; 0 = none.
+    windows: of the engine's KV groups, in tokens; 0 = none.
     """
 
-    def __init__(self, settings: Settings, block_size: int, window: int = 0) -> None:
+    def __init__(self, settings: Settings, block_size: int, windows: Sequence[int] = (0,)) -> None:
         """Binds or connects. Raises ConfigError for an address that cannot be had."""
         super().__init__(name="kv-events", daemon=True)
         self.counts = {"published": 0, "dropped": 0, "replays": 0, "snapshots": 0}
         self._block_size = block_size
-        self._wire = Wire(settings.kv_events_encoding, block_size, window)
+        self._wire = Wire(settings.kv_events_encoding, block_size, windows)
+        self._groups = range(len(groups_of(windows)))
         self._topic = settings.kv_events_topic.encode()
         self._most = settings.kv_events_max_queue_size
         self._queue: deque[tuple[int, float, list[KVEvent], int]] = deque()
@@ -156,20 +159,25 @@ class KVEventPublisher(threading.Thread):
             self._kept_bytes -= len(kept.popleft()[1])
 
     def _mirror(self, events: Sequence[KVEvent]) -> None:
-        size = self._block_size
+        size, none = self._block_size, _Block(Scope(), None, b"", 0)
         for event in events:
             if isinstance(event, Cleared):
                 self._held = {}
-            elif self._held is None:
+            elif (held := self._held) is None:
                 continue
             elif isinstance(event, Removed):
                 for digest in event.digests:
-                    self._held.pop(digest, None)
+                    block = held.get(digest, none)
+                    if left := block.groups & ~(1 << event.group):
+                        held[digest] = block._replace(groups=left)
+                    else:
+                        held.pop(digest, None)
             else:
                 parent, packed = event.parent, array("I", event.tokens).tobytes()
                 for i, digest in enumerate(event.digests):
                     tokens = packed[4 * size * i : 4 * size * (i + 1)]
-                    self._held[digest] = _Block(event.scope, parent, tokens)
+                    groups = held.get(digest, none).groups | 1 << event.group
+                    held[digest] = _Block(event.scope, parent, tokens, groups)
                     parent = digest
 
     # ------------------------------------------------------------ replay
@@ -204,16 +212,19 @@ class KVEventPublisher(threading.Thread):
             yield from list(self._kept)
             return
         self.counts["snapshots"] += 1
-        digests = list(_parents_first(self._held))
-        blocks = max(SNAPSHOT_BLOCKS, -(-len(digests) // (self._last + 1 - first)))
-        count = max(1, -(-len(digests) // blocks))
+        held, digests = self._held, list(_parents_first(self._held))
+        parts = [
+            (group, d) for group in self._groups for d in digests if held[d].groups >> group & 1
+        ]
+        blocks = max(SNAPSHOT_BLOCKS, -(-len(parts) // (self._last + 1 - first)))
+        count = max(1, -(-len(parts) // blocks))
         for piece in range(count):
             told = EventLog()
             if not piece:
                 told.cleared()
-            for digest in digests[piece * blocks : (piece + 1) * blocks]:
-                block = self._held[digest]
-                told.stored(block.scope, block.parent, digest, array("I", block.tokens))
+            for group, digest in parts[piece * blocks : (piece + 1) * blocks]:
+                block = held[digest]
+                told.stored(block.scope, block.parent, digest, array("I", block.tokens), group)
             payload = self._wire.encode(self._last_ts, told.take())
             yield self._last + 1 - count + piece, payload
 

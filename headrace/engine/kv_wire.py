@@ -11,6 +11,10 @@ As arrays, an event begins with its name; as maps, the name is under "type". A b
 low 64 bits of its chain digest. `medium` is "GPU" for the memory that the engine computes in, on a
 processor too: others would read "CPU" as a slower tier. `extra_keys` holds a list for each block:
 the adapter's name, and in the first block of a sequence the cache salt.
+
+A model whose layers have several windows, or some none, has several groups (`kv.events`): each
+event is of one, with `kv_cache_spec_kind` "sliding_window" and the window in tokens, or
+"full_attention". A block has one hash in all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +24,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.kv.events import KVEvent, Removed, Scope, Stored
+from headrace.kv.events import KVEvent, Removed, Scope, Stored, groups_of
 
 MEDIUM = "GPU"
-GROUP = 0  # there is one
 STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
     "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
@@ -38,13 +41,17 @@ def hash_of(digest: bytes) -> int:
 
 
 class Wire:
-    """Encodes batches for one engine. window: of a model whose layers all have one, in tokens."""
+    """Encodes batches for one engine. windows: of its KV groups, in tokens; 0 = none."""
 
-    def __init__(self, encoding: Literal["array", "map"], block_size: int, window: int = 0) -> None:
+    def __init__(
+        self, encoding: Literal["array", "map"], block_size: int, windows: Sequence[int] = (0,)
+    ) -> None:
         self._maps = encoding == "map"
         self._block_size = block_size
-        kind = "sliding_window" if window else "full_attention"
-        self._group: list[Any] = [GROUP, kind, window or None]
+        self._groups: list[list[Any]] = [
+            [group, "sliding_window" if window else "full_attention", window or None]
+            for group, window in enumerate(groups_of(windows))
+        ]
         self._encode = msgspec.msgpack.Encoder().encode
 
     def encode(self, ts: float, events: Sequence[KVEvent]) -> bytes:
@@ -62,7 +69,7 @@ class Wire:
             return self._stored(event)
         if isinstance(event, Removed):
             hashes = [hash_of(digest) for digest in event.digests]
-            return self._shaped("BlockRemoved", REMOVED, [hashes, MEDIUM, GROUP])
+            return self._shaped("BlockRemoved", REMOVED, [hashes, MEDIUM, event.group])
         return self._shaped("AllBlocksCleared", (), [])
 
     def _stored(self, event: Stored) -> Any:
@@ -71,7 +78,7 @@ class Wire:
         keys = extra_keys(event.scope, len(hashes), first=parent is None)
         lora = event.scope.adapter or None
         values = [hashes, parent, event.tokens, self._block_size, None, MEDIUM, lora, keys]
-        return self._shaped("BlockStored", STORED, values + self._group)
+        return self._shaped("BlockStored", STORED, values + self._groups[event.group])
 
 
 def extra_keys(scope: Scope, blocks: int, *, first: bool) -> list[list[Any] | None] | None:

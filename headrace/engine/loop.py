@@ -300,6 +300,7 @@ class Engine:
             kv_events=self._publisher.counts if self._publisher is not None else {},
             queried_tokens=tally.queried_tokens,
             prefill_tokens=tally.prefill_tokens,
+            kv_tokens=kv.kept_tokens,
         )
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_events: Mapping[str, int] = {}  # see engine.kv_events; {}: none are published
     queried_tokens: int = 0  # of prompt_tokens, looked up in the prefix cache
     prefill_tokens: int = 0  # computed in chunks, recomputed ones too
+    kv_tokens: int = 0  # that the KV cache keeps in every layer
 
 
 class StepTimes(NamedTuple):

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Annotated
 
 import msgspec
 import zmq
@@ -45,6 +46,7 @@ class _Told(msgspec.Struct):
     endpoint: str = ""
     replay_endpoint: str = ""
     topic: str = ""
+    windows: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
 
 
 class _Card(msgspec.Struct):
@@ -157,6 +159,7 @@ class Beliefs:
             self._context = zmq.Context()
         now_s = time.monotonic()
         replays = bool(source.replay_endpoint)
+        self.blocks.promise(worker.name, source.windows)
         feed = Feed(self.blocks, worker.name, replays=replays, now_s=now_s)
         try:
             self._followed[worker.name] = Subscription(self._context, source, feed)
@@ -317,9 +320,10 @@ def event_source(worker: Worker) -> EventSource | None:
     is on the worker's."""
     spec = worker.spec
     told = _Told(spec.kv_events_endpoint, spec.kv_events_replay_endpoint, spec.kv_events_topic)
+    cards = (card_of(worker, model).kv_events for model in worker.cards)
+    card = next((card for card in cards if card is not None), _Told())
     if not told.endpoint:
-        cards = (card_of(worker, model).kv_events for model in worker.cards)
-        told = next((card for card in cards if card is not None), told)
+        told = card
     if not told.endpoint:
         return None
     host = spec.address[0]
@@ -327,6 +331,7 @@ def event_source(worker: Worker) -> EventSource | None:
         endpoint=_reached(told.endpoint, host),
         replay_endpoint=_reached(told.replay_endpoint, host),
         topic=told.topic,
+        windows=card.windows,
     )
 
 

@@ -58,7 +58,7 @@ class Feed:
     @property
     def state(self) -> State:
         """How much the index knows of this worker."""
-        if self._odd or not self._heard:
+        if self._odd or self._index.odd(self._name) or not self._heard:
             return "fallback"
         return "exact" if not self.why else "degraded"
 
@@ -67,6 +67,8 @@ class Feed:
         """The reason of a state that is not exact."""
         if self._odd:
             return f"its cache is of the kind {self._odd}"
+        if odd := self._index.odd(self._name):
+            return odd
         if not self._heard:
             return "no event was heard yet"
         if self._gap:
@@ -281,7 +283,7 @@ class Feed:
             self._index.clear(self._name)
             self._complete = True
         elif isinstance(event, Removed):
-            self._index.remove(self._name, event.hashes)
+            self._index.remove(self._name, event.hashes, event.group)
         elif isinstance(event, Other):
             self._odd = event.kind
         elif not self._index.store(self._name, event) and self._complete:

@@ -2,6 +2,10 @@
 
 Batches and events are arrays or maps, in any mixture; maps are read by name, arrays by position,
 and what is not known is passed over. See `engine/kv_wire.py` for the fields.
+
+Engines whose layers keep K and V in several ways tell of each way as a group of its own. Two ways
+are read: all tokens, and those of a window. Of a group whose kind is not told the first is thought
+to keep all.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ import msgspec
 Hash = int | bytes | str
 _STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind",
+    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
 )  # fmt: skip
 _REMOVED = ("block_hashes", "medium", "group_idx")
 # Of caches in which a prefix is held block by block from its beginning.
-_PLAIN = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+_PLAIN = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+# Of those of which the newest tokens before a prefix's end are enough.
+_WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
 _DEVICE = frozenset({None, "GPU", "gpu"})  # memory that needs no copy before it is used
 
 
@@ -33,12 +39,15 @@ class Stored(NamedTuple):
     adapter: str
     salt: str
     extra: list[Any]  # by block; what else is in its hash, [] or None = nothing; [] = none has any
+    group: int = 0
+    window: int = 0  # of the group, in tokens; 0 = it keeps all
 
 
 class Removed(NamedTuple):
     """These blocks are held no more."""
 
     hashes: list[Hash]
+    group: int | None = None  # None: in no group
 
 
 class Cleared(NamedTuple):
@@ -78,12 +87,20 @@ def _event(item: Any) -> Event | None:
         return Cleared()
     if name == "BlockRemoved":
         fields = _named(item, _REMOVED)
-        return Removed(_hashes(fields["block_hashes"])) if fields.get("medium") in _DEVICE else None
+        hashes, group = _hashes(fields["block_hashes"]), _group(fields)
+        return Removed(hashes, group) if fields.get("medium") in _DEVICE else None
     return _stored(_named(item, _STORED)) if name == "BlockStored" else None
 
 
 def _named(item: Any, names: Sequence[str]) -> dict[str, Any]:
     return item if isinstance(item, dict) else dict(zip(names, item[1:], strict=False))
+
+
+def _group(fields: dict[str, Any]) -> int | None:
+    group = fields.get("group_idx")
+    if group is not None and not isinstance(group, int):
+        raise ValueError("group_idx is no number")
+    return group
 
 
 def _hashes(value: Any) -> list[Hash]:
@@ -93,8 +110,11 @@ def _hashes(value: Any) -> list[Hash]:
 
 
 def _stored(fields: dict[str, Any]) -> Event | None:
-    kind = fields.get("kv_cache_spec_kind")
-    if kind not in _PLAIN:
+    group, kind = _group(fields) or 0, fields.get("kv_cache_spec_kind")
+    window = fields.get("kv_cache_spec_sliding_window") if kind in _WINDOW else 0
+    if not isinstance(window, int) or (kind in _WINDOW and window < 1):
+        return Other(f"{kind} without a window")
+    if kind not in _PLAIN and kind not in _WINDOW and (kind is not None or group):
         return Other(str(kind))
     hashes, parent = _hashes(fields["block_hashes"]), fields.get("parent_block_hash")
     tokens, size = fields.get("token_ids"), fields["block_size"]
@@ -110,7 +130,7 @@ def _stored(fields: dict[str, Any]) -> Event | None:
         return None  # of an adapter whose name is not told
     salt, extra = _extra(fields.get("extra_keys"), adapter, len(hashes), first=parent is None)
     packed = array("I", tokens).tobytes()
-    return Stored(hashes, parent, packed, size, adapter, salt, extra)
+    return Stored(hashes, parent, packed, size, adapter, salt, extra, group, window)
 
 
 def _extra(keys: Any, adapter: str, blocks: int, *, first: bool) -> tuple[str, list[Any]]:

@@ -62,6 +62,20 @@ def token_chain(ids: Sequence[int], root: int, block_tokens: int) -> list[int]:
     return text_chain(array("I", ids).tobytes(), root, 4 * block_tokens)
 
 
+def mark(masks: dict[int, int], chunk: int, bit: int) -> None:
+    """Who has this bit holds the chunk. masks: chunk -> bits of its holders."""
+    masks[chunk] = masks.get(chunk, 0) | bit
+
+
+def unmark(masks: dict[int, int], chunk: int, bit: int) -> None:
+    """Who has this bit does not hold the chunk."""
+    left = masks.get(chunk, 0) & ~bit
+    if left:
+        masks[chunk] = left
+    else:
+        masks.pop(chunk, None)
+
+
 class Holders:
     """Chunk -> the workers that hold it, named by strings."""
 
@@ -103,14 +117,10 @@ class Holders:
         return tuple(counts[name] for name in names)
 
     def _mark(self, chunk: int, name: str) -> None:
-        self._masks[chunk] = self._masks.get(chunk, 0) | self._bits[name]
+        mark(self._masks, chunk, self._bits[name])
 
     def _unmark(self, chunk: int, name: str) -> None:
-        mask = self._masks.get(chunk, 0) & ~self._bits[name]
-        if mask:
-            self._masks[chunk] = mask
-        else:
-            self._masks.pop(chunk, None)
+        unmark(self._masks, chunk, self._bits[name])
 
 
 class PrefixIndex(Holders):

@@ -29,6 +29,7 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     replay_endpoint: str = ""  # "" = it cannot be asked
     topic: str = ""
+    windows: tuple[int, ...] = ()  # of its KV groups, in tokens, 0 = none; () = it does not say
 
 
 class Subscription:

@@ -18,8 +18,8 @@ from itertools import repeat
 
 from headrace.kv.events import EventLog, KVEvent, Scope
 from headrace.kv.pool import BlockPool
-from headrace.kv.prefix import DIGEST_BYTES, PrefixIndex, block_digest, root_digest
-from headrace.kv.room import longest
+from headrace.kv.prefix import PrefixIndex, block_digest, root_digest
+from headrace.kv.room import longest, tokens_kept
 
 _STATES = bytes.maketrans(b"\1\2", b"\2\3")  # references, at most 2 -> see `KVCache.states`
 _NO_SCOPE = Scope()
@@ -176,6 +176,11 @@ class KVCache:
         return blocks
 
     @property
+    def kept_tokens(self) -> int:
+        """Tokens that it keeps in every layer; see `room.tokens_kept`."""
+        return tokens_kept(self._pool.size, len(self.windows), self.block_size)
+
+    @property
     def longest_tokens(self) -> int:
         """Tokens of the longest sequence that it holds."""
         return longest(self._pool.size, self.most_held) * self.block_size
@@ -285,14 +290,17 @@ class KVCache:
     def _take(self) -> int:
         """A free block; what it held can no longer be hit (this is eviction)."""
         block = self._pool.take()
-        digest = self._index.forget(block)
-        if digest is not None:
+        key = self._index.forget(block)
+        if key is not None:
             if self.evicted is not None:
                 self.evicted.append(block)
-            # Of several groups the first alone is told of; keys of the others are longer.
-            if self._log is not None and len(digest) == DIGEST_BYTES:
-                self._log.removed(digest)
+            if self._log is not None:
+                self._tell_removed(self._log, key)
         return block
+
+    def _tell_removed(self, log: EventLog, key: bytes) -> None:
+        """A block left the index, where it had this key."""
+        log.removed(key)
 
     def commit(self, table: Table, tokens: Sequence[int], computed: int) -> None:
         """A finished step computed KV up to `computed` tokens: publish the blocks that are full."""

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 from headrace.kv.cache import Grant, KVCache, Table
-from headrace.kv.events import Scope
-from headrace.kv.room import most_held, of_group
+from headrace.kv.events import EventLog, Scope, groups_of
+from headrace.kv.prefix import DIGEST_BYTES
+from headrace.kv.room import first_read, most_held, of_group, reusable
 
 
 class GroupTable(Table):
@@ -116,6 +117,8 @@ class GroupedCache(KVCache):
         self._by_window = {w: [g for g in self._near if windows[g] == w] for w in windows if w}
         # The index has one key a block: the digest in the first group, more behind it in others.
         self._tails = [b"", *(group.to_bytes(2, "little") for group in range(1, len(windows)))]
+        self._told = groups_of(windows)  # events tell of these
+        self._alike = [[g for g, own in enumerate(windows) if own == w] for w in self._told]
 
     def open(self, salt: str, adapter: str, variant: str = "") -> GroupTable:
         """See `KVCache`."""
@@ -198,26 +201,18 @@ class GroupedCache(KVCache):
             end = at
         for at in range(len(table.digests), end):
             self._digest(table, tokens, at)
-        settled = False
-        while not settled:  # a hole moves the end before it, for all groups
-            settled = True
-            for group in self._near:
-                at, first = end, self._first(group, end)
-                while at > first and get(table.digests[at - 1] + tails[group]) is not None:
-                    at -= 1
-                if at > first:
-                    end, settled = at - 1, False
+        digests = table.digests
+
+        def holds(window: int, at: int) -> bool:
+            return all(get(digests[at] + tails[g]) is not None for g in self._by_window[window])
+
+        end = reusable(end, self._by_window, self.block_size, holds)
         hits = []
-        for group, tail in enumerate(tails):
-            read = table.digests[self._first(group, end) : end]
+        for window, tail in zip(self.windows, tails, strict=True):
+            read = digests[first_read(window, self.block_size, end) : end]
             found = (get(digest + tail) for digest in read)
             hits.append([block for block in found if block is not None])
         return end, hits
-
-    def _first(self, group: int, end: int) -> int:
-        """Of a prefix of so many blocks, the first that is read in this group."""
-        window = self.windows[group]
-        return max(0, end * self.block_size - window) // self.block_size if window else 0
 
     # ------------------------------------------------------------ changes
 
@@ -273,15 +268,27 @@ class GroupedCache(KVCache):
 
     def _publish(self, table: GroupTable, tokens: Sequence[int], upto: int) -> None:
         """Blocks of the sequence before `upto` are full."""
-        size, log = self.block_size, self._log
-        for i in range(table.published, upto):
-            digest = self._digest(table, tokens, i)
-            for lane, tail in zip(table.lanes, self._tails, strict=True):
-                fresh = self._index.put(digest + tail, lane[i])
-                if fresh and not tail and log is not None:
+        size, log, begin = self.block_size, self._log, table.published
+        for i in range(begin, upto):
+            self._digest(table, tokens, i)
+        for told, groups in enumerate(self._alike):
+            for i in range(begin, upto):
+                digest = table.digests[i]
+                keys = ((digest + self._tails[g], table.lanes[g][i]) for g in groups)
+                # Some layers may have had it all along; now all have it.
+                if sum([self._index.put(*key) for key in keys]) and log is not None:
                     parent = table.digests[i - 1] if i else None
-                    log.stored(table.scope, parent, digest, tokens[i * size : (i + 1) * size])
-            table.published = i + 1
+                    ids = tokens[i * size : (i + 1) * size]
+                    log.stored(table.scope, parent, digest, ids, told)
+        table.published = max(begin, upto)
+
+    def _tell_removed(self, log: EventLog, key: bytes) -> None:
+        """See `KVCache`: the first of groups with equal windows that loses a block is told."""
+        digest, group = key[:DIGEST_BYTES], int.from_bytes(key[DIGEST_BYTES:], "little")
+        told = self._told.index(self.windows[group])
+        others = (digest + self._tails[g] for g in self._alike[told] if g != group)
+        if all(self._index.get(other) is not None for other in others):
+            log.removed(digest, told)
 
     def fork(self, table: Table) -> Table:
         """See `KVCache`."""

@@ -41,6 +41,8 @@ class Stats(Protocol):
     @property
     def kv_blocks(self) -> int: ...
     @property
+    def kv_tokens(self) -> int: ...
+    @property
     def kv_used(self) -> int: ...
     @property
     def steps(self) -> int: ...
@@ -114,6 +116,7 @@ class EngineMetrics:
         ("waiting", "headrace_requests_waiting", "requests in the queue"),
         ("kv_blocks", "headrace_kv_blocks", "KV blocks in the pool"),
         ("kv_used", "headrace_kv_blocks_used", "KV blocks that a request holds"),
+        ("kv_tokens", "headrace_kv_tokens", "tokens that the KV cache keeps in every layer"),
     )
     COUNTERS = (
         ("steps", "headrace_steps", "steps finished"),
@@ -142,7 +145,7 @@ class EngineMetrics:
     ) -> None:
         """Counts as lost what an engine before this one, in the same folder, did not finish."""
         self._model_name = model_name
-        self._block_size = str(block_size)
+        self._block_size = block_size
         lost = _lost(registry)
         finished = _Labelled(
             "headrace_requests_finished", "requests that the engine ended, by reason",
@@ -208,8 +211,9 @@ class EngineMetrics:
     def update(self, stats: Stats) -> None:
         """Write what changed since the last call."""
         last = self._last
-        if stats.kv_blocks != last.get("kv_blocks"):
-            labels = (self._model_name, "0", self._block_size, str(stats.kv_blocks))
+        if stats.kv_tokens != last.get("kv_tokens"):
+            blocks = stats.kv_tokens // self._block_size  # of a sequence: readers multiply
+            labels = (self._model_name, "0", str(self._block_size), str(blocks))
             self._config.labels(*labels).set(1)
         if stats.kv_used != last.get("kv_used"):
             self._usage.set(stats.kv_used / stats.kv_blocks if stats.kv_blocks else 0.0)

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.kv.cache import KVCache, Table
-from headrace.kv.events import Removed, Stored
+from headrace.kv.events import Removed, Stored, groups_of
 from headrace.kv.groups import GroupedCache, GroupTable
 from headrace.kv.prefix import block_digest, root_digest
 
@@ -232,7 +232,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.kv = KVCache(blocks, block_size, log_events=True)
         if windows:
             self.kv = GroupedCache(blocks, block_size, windows=windows, log_events=True)
-        self.mirror: dict[bytes, tuple[int, ...]] = {}  # made of events alone: digest -> its tokens
+        # Made of events alone, of each group that they tell of: digest -> its tokens.
+        self.mirror: list[dict[bytes, tuple[int, ...]]] = [{} for _ in groups_of(self.windows)]
         self.tables: list[tuple[Table, list[int], int]] = []  # table, tokens, computed
         # Block -> its group, and the prefix it ends.
         self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -247,6 +248,23 @@ class CacheMachine(RuleBasedStateMachine):
                 assert block not in others, "a shared block is written"
                 self.content[block] = group, tuple(tokens[: position + 1])
 
+    def _told(self, salt: str, tokens: list[int]) -> int:
+        """Tokens of a prefix that can be hit, as the events say."""
+        size, at, digests = self.kv.block_size, root_digest("", salt), []
+        for start in range(0, len(tokens) - size + 1, size):
+            at = block_digest(at, tokens[start : start + size])
+            digests.append(at)
+        groups = list(zip(groups_of(self.windows), self.mirror, strict=True))
+        for end in range(len(digests) * size, 0, -size):
+            firsts = [max(0, end - (window or end)) // size for window, _ in groups]
+            if all(
+                digest in mirror
+                for first, (_, mirror) in zip(firsts, groups, strict=True)
+                for digest in digests[first : end // size]
+            ):
+                return end
+        return 0
+
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         salt=st.sampled_from("ab"),
@@ -258,6 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
         need = self.kv.probe(table, tokens, len(tokens), stepwise=stepwise)
         free = self.kv.free_blocks
         cached = self.kv.match(table, tokens)
+        assert cached == self._told(salt, tokens), "who reads the events thinks otherwise"
         size = self.kv.block_size
         for group, (lane, gone) in enumerate(zip(table.groups(), gone_of(table), strict=True)):
             for i, block in enumerate(lane[gone:], gone):
@@ -337,29 +356,33 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_tell_all(self) -> None:
-        """A mirror made of events holds what the index holds, each block with its own tokens."""
+        """A mirror made of events holds what all layers of a group hold, each block with its own
+        tokens."""
         if not hasattr(self, "kv"):
             return
         size = self.kv.block_size
         for event in self.kv.take_events():
+            mirror = self.mirror[getattr(event, "group", 0)]
             if isinstance(event, Stored):
                 assert len(event.tokens) == size * len(event.digests)
                 at = event.parent or root_digest(*event.scope)
                 for i, digest in enumerate(event.digests):
                     tokens = event.tokens[i * size : (i + 1) * size]
-                    assert digest not in self.mirror, "it was stored already"
+                    assert digest not in mirror, "it was stored already"
                     assert digest == block_digest(at, tokens), "parent and tokens make the digest"
-                    self.mirror[digest] = tuple(tokens)
+                    mirror[digest] = tuple(tokens)
                     at = digest
             elif isinstance(event, Removed):
                 for digest in event.digests:
-                    del self.mirror[digest]
+                    del mirror[digest]
             else:
-                self.mirror.clear()
-        if len(self.windows) == 1:
-            assert len(self.mirror) == self.kv.indexed_blocks
+                for mirror in self.mirror:
+                    mirror.clear()
+        count = sum(map(len, self.mirror))
+        if len(self.mirror) == len(self.windows):
+            assert count == self.kv.indexed_blocks
         else:
-            assert len(self.mirror) <= self.kv.indexed_blocks <= self.kv.size
+            assert count <= self.kv.indexed_blocks <= self.kv.size
 
     @invariant()
     def what_is_read_is_there(self) -> None:

@@ -100,7 +100,7 @@ def test_vllms_own_classes_read_the_array_form() -> None:
 def test_the_map_form_and_the_extra_keys() -> None:
     scope = Scope("lora", "salt", "long")
     digests = chain([1, 2, 3, 4], 2, scope)
-    wire = Wire("map", 2, window=7)
+    wire = Wire("map", 2, (7,))
     one = msgspec.msgpack.decode(wire.encode(5.0, [Stored(scope, None, digests, [1, 2, 3, 4])]))
     (stored,) = one["events"]
     assert stored["type"] == "BlockStored"
