@@ -227,6 +227,7 @@ class Beliefs:
         cached = [prompt.tokens_of(n) if n else 0 for n in held]
         if prompt.ids is None or not self._followed:
             return tuple(cached), _FALLBACK * len(names)
+        self._expected.sweep(time.monotonic())
         states: list[State] = ["fallback"] * len(names)
         for at, worker in enumerate(workers):
             states[at] = self._state_for(prompt, worker)

@@ -11,7 +11,7 @@ import msgspec
 from headrace.backends.cpu import device
 from headrace.config import Resolved, Settings, parse_bytes
 from headrace.errors import ConfigError
-from headrace.kv.room import longest, most_held
+from headrace.kv.room import longest, most_held, tokens_kept
 from headrace.models.kv_layout import KvLayout, layout_of
 from headrace.models.sizes import kv_layer_bytes
 from headrace.models.spec import ModelSpec
@@ -107,7 +107,8 @@ def kv_line(
     if len(layout.windows) > 1:
         note = (
             f"{blocks.value} blocks of {size} tokens in {layout.layers} layers, "
-            f"{len(layout.windows)} groups of them"
+            f"{len(layout.windows)} groups of them, "
+            f"{tokens_kept(blocks.value, len(layout.windows), size)} tokens in all"
         )
     return Line("KV cache", blocks.value * block_bytes, f"{note}: {blocks.reason}")
 

@@ -1,10 +1,12 @@
-"""Two replicas of the default model behind the gateway, with KV events: predictions come true."""
+"""Replicas behind the gateway, with KV events: predictions come true."""
 
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import PATIENCE_S
 from tests.e2e.test_gateway import GatewayProcess
+from tests.unit.test_inspect import GEMMA3
 
 MODEL = "smollm2-135m-instruct"
 SYSTEM = "You answer questions about mills. " * 5
@@ -44,6 +47,15 @@ class Fleet:
             messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
         )
         return self.decision(answer.headers["x-request-id"])
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One completion; what the gateway says of its decision."""
+        url = f"http://127.0.0.1:{self.gateway.port}/v1/completions"
+        head = {"content-type": "application/json"}
+        asked = urllib.request.Request(url, json.dumps(body).encode(), head)
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+            answer.read()
+            return self.decision(answer.headers["x-request-id"])
 
     def decision(self, request_id: str) -> dict[str, Any]:
         _, body = self.gateway.ask("GET", f"/gateway/decisions/{request_id}")
@@ -110,6 +122,43 @@ def test_engine_confirmed_hits_are_those_that_were_predicted(
                     assert told["predicted"] == told["confirmed"]
                 assert told["confirmed"] > 0
                 fleet.client.close()
+
+
+def test_hits_of_layers_with_windows_too(tmp_path: Path, folder: Path) -> None:
+    """A random model of Gemma 3's kind: two layers of six keep all, four a window of 40 tokens."""
+    config = GEMMA3 | {
+        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6,
+        "head_dim": 16, "num_attention_heads": 2, "sliding_window": 40,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    endpoint = f"ipc://{folder / 'windows'}"
+    options = ("--backend", "cpu", "--load-format", "dummy", "--threads", "1", "--kv-blocks", "48")
+    places = ("--kv-events-endpoint", endpoint, "--kv-events-replay-endpoint", endpoint + ".replay")
+    with ServeProcess(str(tmp_path), *options, *places, "--max-model-len", "256") as server:
+        card = json.loads(server.get("/v1/models")[1])["data"][0]
+        assert (card["kv_tokens"], card["kv_events"]["windows"]) == (48 // 3 * 16, [0, 40])
+        metrics = server.get("/metrics")[1]
+        assert f'headrace_kv_tokens{{model_name="{card["id"]}"}} 256.0' in metrics
+        assert 'num_gpu_blocks="16"' in metrics
+        said = "48 blocks of 16 tokens in 2 layers, 3 groups of them, 256 tokens in all"
+        assert said in server.said
+        with GatewayProcess("--worker", server.url, "--policy", "round_robin") as gateway:
+            gateway.wait_up(1)
+            fleet = Fleet(gateway)
+            chance = random.Random(3)
+            old = [[chance.randrange(256) for _ in range(n)] for n in (90, 110)]
+            compared = []
+            for n in range(24):
+                fleet.settled()
+                prompt = chance.choice(old)
+                prompt = [*prompt[: chance.randrange(80, len(prompt))], *range(n, n + 20)]
+                told = fleet.complete({"model": card["id"], "prompt": prompt, "max_tokens": 3})
+                compared.append(told["cached_tokens"])
+            fleet.client.close()
+    assert [c["predicted"] for c in compared] == [c["confirmed"] for c in compared]
+    assert [c["index"] for c in compared[1:]] == ["exact"] * 23
+    assert sum(c["confirmed"] > 0 for c in compared) >= 6
 
 
 def _taken(server: ServeProcess) -> float:

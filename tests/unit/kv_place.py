@@ -16,7 +16,7 @@ class Place:
     def __init__(self, folder: str) -> None:
         self.endpoint, self.replay_endpoint = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
 
-    def publisher(self, **more: Any) -> KVEventPublisher:
+    def publisher(self, windows: tuple[int, ...] = (0,), **more: Any) -> KVEventPublisher:
         made = KVEventPublisher(
             Settings(
                 kv_events_endpoint=self.endpoint,
@@ -24,6 +24,7 @@ class Place:
                 **more,
             ),
             block_size=2,
+            windows=windows,
         )
         made.start()
         return made
