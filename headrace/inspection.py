@@ -8,15 +8,16 @@ from __future__ import annotations
 import msgspec
 
 from headrace.models.features import features
+from headrace.models.kv_layout import layout_of
 from headrace.models.sizes import (
     WEIGHT_BYTES,
     KvGroup,
     Parameters,
     kv_groups,
-    kv_sequence_bytes,
+    kv_layer_bytes,
     parameters,
 )
-from headrace.models.spec import read_spec
+from headrace.models.spec import ModelSpec, read_spec
 from headrace.sources.files import ModelFiles
 from headrace.text.survey import Survey, survey
 from headrace.text.tokenizer import load_tokenizer
@@ -33,7 +34,7 @@ class Fit(msgspec.Struct, frozen=True):
     weights: str  # a key of WEIGHT_BYTES, or `as stored`
     weight_bytes: int
     kv_bytes: int  # left for the KV cache; negative = the weights alone are too large
-    tokens: int  # of sequences shorter than any window
+    tokens: int  # kept in every layer
     sequences: int  # of `context` tokens each; layers with a window keep that alone
 
 
@@ -88,19 +89,18 @@ def inspect(files: ModelFiles, memory_bytes: int = 0, context: int = 0) -> Inspe
         kv_bytes_per_token=per_token,
         kv_groups=groups,
         context=context,
-        fits=[_fit(kind, size, memory_bytes, groups, context) for kind, size in sizes.items()]
+        fits=[_fit(spec, kind, size, memory_bytes, context) for kind, size in sizes.items()]
         if memory_bytes
         else [],
         tokenizer=_survey(files),
     )
 
 
-def _fit(
-    kind: str, weight_bytes: int, memory_bytes: int, groups: list[KvGroup], context: int
-) -> Fit:
+def _fit(spec: ModelSpec, kind: str, weight_bytes: int, memory_bytes: int, context: int) -> Fit:
     left = memory_bytes - weight_bytes
-    room = max(0, left)
-    tokens, sequences = (room // kv_sequence_bytes(groups, n) for n in (1, context))
+    room, layout = max(0, left), layout_of(spec)
+    layer_bytes = kv_layer_bytes(spec, _KV_ELEMENT_BYTES)
+    tokens, sequences = (room // layout.kept_bytes(layer_bytes, n) for n in (1, context))
     return Fit(kind, weight_bytes, left, tokens, sequences)
 
 

@@ -19,8 +19,9 @@ import msgspec
 from headrace.accelerators import Accelerator
 from headrace.errors import ConfigError
 from headrace.inspection import stored_bytes
+from headrace.models.kv_layout import layout_of
 from headrace.models.shape import Shape, shape_of
-from headrace.models.sizes import WEIGHT_BYTES, kv_groups, parameters
+from headrace.models.sizes import WEIGHT_BYTES, kv_groups, kv_layer_bytes, parameters
 from headrace.models.spec import ModelSpec, read_spec
 from headrace.sources.files import ModelFiles
 
@@ -86,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True):
     kv_bytes_per_token: float
     usable_bytes: int
     kv_bytes: int  # left for the KV cache; negative = the weights alone are too large
-    kv_tokens: int
+    kv_tokens: int  # that the KV cache keeps in every layer
     rooms: list[Room]
     decode: list[Decode]
     prefill: list[Prefill]
@@ -119,14 +120,20 @@ class Planner:
         self._name, self._device = files.name, device
         self._efficiency, self._price = efficiency, price_per_hour
         self._kv_dtype = kv_dtype
+        self._layout = layout_of(self.spec)
+        self._layer_bytes = kv_layer_bytes(self.spec, *KV_BYTES[kv_dtype])
         self.shape, self._weight_bytes = _sized(self.spec, self._weights, stored, kv_dtype)
         self._usable = int(device.memory_bytes * utilization)
         self._room = self._usable - self._weight_bytes
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return int(max(0, self._room) // self.shape.kv_token_bytes)
+        """Tokens that the KV cache keeps in every layer."""
+        return self._sequences(1)
+
+    def _sequences(self, tokens: int) -> int:
+        """How many of so many tokens each the KV cache holds."""
+        return max(0, self._room) // self._layout.kept_bytes(self._layer_bytes, tokens)
 
     def limit(self, tokens: int, rows: int, context_tokens: float, pairs: float) -> Limit:
         """Of one step; see `Shape`. An MoE's step reads the experts that its tokens hit if they
@@ -148,14 +155,14 @@ class Planner:
         seen = batch * self.shape.seen(context)
         limit = self.limit(batch, batch, seen, seen)
         rate = batch / limit.seconds
-        fits = seen <= self.kv_tokens
+        fits = batch <= self._sequences(context)
         return Decode(context, batch, fits, limit, rate, self._cost(rate))
 
     def prefill(self, tokens: int) -> Prefill:
         """A prompt of so many tokens, up to its first output token."""
         limit = self.limit(tokens, 1, 0, self.shape.pairs(tokens))
         rate = tokens / limit.seconds
-        fits = self.shape.seen(tokens) <= self.kv_tokens
+        fits = self._sequences(tokens) > 0
         return Prefill(tokens, fits, limit, rate, self._cost(rate))
 
     def plan(self, contexts: Sequence[int], batches: Sequence[int], prompts: Sequence[int]) -> Plan:
@@ -173,10 +180,7 @@ class Planner:
             usable_bytes=self._usable,
             kv_bytes=self._room,
             kv_tokens=self.kv_tokens,
-            rooms=[
-                Room(context, int(self.kv_tokens // self.shape.seen(context)))
-                for context in contexts
-            ],
+            rooms=[Room(context, self._sequences(context)) for context in contexts],
             decode=[self.decode(context, batch) for context in contexts for batch in batches],
             prefill=[self.prefill(tokens) for tokens in prompts],
             even_batch=self._even_batch(min(contexts)),

@@ -166,7 +166,7 @@ def _memory(plan: Plan) -> Table:
     if plan.kv_tokens < 1:
         table.add_row("tokens", "none: the weights are too large")
         return table
-    table.add_row("tokens", f"{plan.kv_tokens} at most, activations not counted")
+    table.add_row("tokens", f"{plan.kv_tokens} kept in every layer, activations not counted")
     for room in plan.rooms:
         table.add_row("", f"{room.sequences} sequences of {room.context}")
     even = f"{plan.even_batch} sequences" if plan.even_batch else "never: the KV cache's reads rule"

@@ -199,11 +199,12 @@ class BlockIndex(Holders):
                 self._remove_also(name, worker, hashes, other)
         if group is not None and group != worker.main:
             return
+        bit, known = self._bits[name], [self._near[w] for w in worker.by_window if w in self._near]
         for block in hashes:
             chain = worker.chains.pop(block, None)
             if chain is not None:
-                for window in worker.by_window:
-                    unmark(self._near.get(window, {}), chain, self._bits[name])
+                for masks in known:
+                    unmark(masks, chain, bit)
                 self._spend(worker, -BLOCK_BYTES)
             elif (orphan := worker.orphans.pop(block, None)) is not None:
                 siblings = worker.waiting[orphan.parent]
@@ -272,9 +273,13 @@ class BlockIndex(Holders):
 
     def _put(self, name: str, worker: _Worker, block: Hash, chain: int) -> None:
         worker.chains[block] = chain
+        bit = self._bits[name]
+        if not worker.others:
+            mark(self._masks, chain, bit)
+            return
         for window in worker.by_window:
             if worker.whole(window, block):
-                mark(self._near[window], chain, self._bits[name])
+                mark(self._near[window], chain, bit)
 
     def _unmark_all(self, name: str, worker: _Worker, window: int) -> None:
         masks = self._near.get(window, {})

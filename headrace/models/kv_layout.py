@@ -22,6 +22,12 @@ class KvLayout(msgspec.Struct, frozen=True):
     windows: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
 
+    def kept_bytes(self, layer_bytes: int, tokens: int = 1) -> int:
+        """What a sequence of so many tokens takes, blocks not rounded up. layer_bytes: of K and V
+        of a token in one layer. Of one token: in every layer, and in what groups leave unused."""
+        held = sum(min(tokens, window or tokens) for window in self.windows)
+        return held * self.layers * layer_bytes
+
 
 def layout_of(spec: ModelSpec) -> KvLayout:
     """A group for each kind of layer, or several.

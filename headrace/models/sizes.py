@@ -4,7 +4,6 @@ cache. No torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
@@ -54,11 +53,6 @@ def kv_groups(spec: ModelSpec, element_bytes: int, scale_bytes: int = 0) -> list
         )
         for window in sorted(set(windows))
     ]
-
-
-def kv_sequence_bytes(groups: Sequence[KvGroup], tokens: int) -> int:
-    """K and V that a sequence of so many tokens keeps: all of it where there is no window."""
-    return sum(group.bytes_per_token * min(tokens, group.window or tokens) for group in groups)
 
 
 class Parameters(msgspec.Struct, frozen=True):

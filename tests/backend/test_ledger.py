@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.accelerators import Accelerator
 from headrace.backends.choose import settled
 from headrace.backends.cpu import device
 from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError
+from headrace.inspection import inspect
+from headrace.kv.groups import GroupedCache
 from headrace.kv.room import most_held
 from headrace.models.kv_layout import layout_of
 from headrace.models.spec import ModelSpec, Rope, from_hf
+from headrace.planning import Planner
 from headrace.runner import ledger
 from headrace.runner.build import explain, load_runner
 from headrace.runner.runner import CpuRunner
 from headrace.sources.files import ModelFiles
-from tests.unit.test_inspect import GEMMA3
+from tests.unit.test_inspect import GEMMA3, folder
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -106,7 +110,7 @@ def test_layers_with_a_window_take_no_more_than_it() -> None:
     assert [blocks // one for one in held] == [113, 73, 32, 9]
     line = ledger.kv_line(spec, layout, "bfloat16", 16, Resolved(blocks, "as set"))
     assert line.size_bytes == blocks * 16 * 3 * 1024
-    assert "21845 blocks of 16 tokens in 3 layers, 6 groups of them" in line.note
+    assert "21845 blocks of 16 tokens in 3 layers, 6 groups of them, 58240 tokens" in line.note
     wanted = Resolved(32768, "the model's positions")
     assert ledger.fit_model_len(wanted, 2048 + 5 * 34, 16, layout.windows) == wanted
     with pytest.raises(ConfigError, match="takes 6 at least") as refused:
@@ -114,6 +118,27 @@ def test_layers_with_a_window_take_no_more_than_it() -> None:
     assert refused.value.param == "kv_blocks"
     short = ledger.fit_model_len(wanted, 2048 + 5 * 34 - 1, 16, layout.windows)
     assert short.value == 32768 - 16
+
+
+@pytest.mark.parametrize("layers", [18, 34])
+def test_all_say_the_same_of_how_many_tokens_fit(tmp_path: Path, layers: int) -> None:
+    """`inspect`, `plan`, and what a server says of its cache, to the last block. 34 layers are
+    seven groups of five, and there is room for one layer more."""
+    config = GEMMA3 | {"num_hidden_layers": layers, "layer_types": GEMMA3["layer_types"] * 2}
+    config["layer_types"] = config["layer_types"][:layers]
+    spec, files = from_hf(config), folder(tmp_path, config)
+    fit = next(fit for fit in inspect(files, 2 * 10**9, 8192).fits if fit.weights == "bfloat16")
+    layout = layout_of(spec)
+    settings = Settings(kv_memory=f"{fit.kv_bytes}B")
+    blocks = ledger.size_kv(settings, spec, "bfloat16", free_bytes=0).value
+    kv = GroupedCache(blocks, 16, windows=layout.windows)
+    assert 0 <= fit.tokens - kv.kept_tokens < 16
+    card = Accelerator("c", 2 * 10**9, 10**12, 10**14, "test")
+    plan = Planner(files, card, weights="bfloat16", utilization=1.0).plan([8192], [1], [8])
+    assert (plan.kv_bytes, plan.kv_tokens) == (fit.kv_bytes, fit.tokens)
+    assert [room.sequences for room in plan.rooms] == [fit.sequences]
+    rounded = most_held(layout.windows, 16, 8192 // 16)
+    assert fit.sequences >= blocks // rounded >= fit.sequences * 0.9
 
 
 def test_rows_that_fill_a_cache_with_windows() -> None:

@@ -14,7 +14,7 @@ from headrace.config import Settings
 from headrace.engine.kv_events import KVEventPublisher
 from headrace.engine.kv_wire import Wire, hash_of
 from headrace.errors import ConfigError
-from headrace.kv.events import Cleared, KVEvent, Removed, Scope, Stored
+from headrace.kv.events import Cleared, EventLog, KVEvent, Removed, Scope, Stored
 from headrace.kv.prefix import block_digest, root_digest
 from tests.unit.engine_rig import Rig
 from tests.unit.kv_subscriber import PlainSubscriber
@@ -113,6 +113,32 @@ def test_the_map_form_and_the_extra_keys() -> None:
     (stored,) = msgspec.msgpack.decode(wire.encode(5.0, [later]))["events"]
     assert stored["parent_block_hash"] == hash_of(digests[0])
     assert stored["extra_keys"] is None, "the salt is in the first block of a sequence alone"
+
+
+def test_events_of_groups_are_about_one_each() -> None:
+    """Seven groups in memory, of two kinds of layers: two that events tell of."""
+    kinds = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+    told = EventLog()
+    digests = chain([1, 2, 3, 4, 5, 6], 2)
+    for group in (0, 1):
+        for i, digest in enumerate(digests):
+            parent = digests[i - 1] if i else None
+            told.stored(NO_SCOPE, parent, digest, [2 * i + 1, 2 * i + 2], group)
+    for digest in digests[:2]:
+        told.removed(digest, 1)
+        told.removed(digest)
+    batch = Wire("map", 2, (0, *[512] * 6)).encode(5.0, told.take())
+    full, near, *gone = msgspec.msgpack.decode(batch)["events"]
+    assert [full[key] for key in kinds] == [0, "full_attention", None]
+    assert [near[key] for key in kinds] == [1, "sliding_window", 512]
+    hashes = [hash_of(digest) for digest in digests]
+    assert full["block_hashes"] == near["block_hashes"] == hashes
+    assert full["token_ids"] == near["token_ids"] == [1, 2, 3, 4, 5, 6]
+    assert [one["type"] for one in gone] == ["BlockRemoved"] * 2
+    assert [(one["group_idx"], one["block_hashes"]) for one in gone] == [
+        (1, hashes[:2]),
+        (0, hashes[:2]),
+    ]
 
 
 @pytest.mark.parametrize("encoding", ["array", "map"])
