@@ -56,6 +56,7 @@ def run_engine(folder: Path, settings: Settings) -> None:
             labels=runner.capacity.labels,
             records=True,
             draws_note=runner.capacity.draws_note,
+            kv_tokens=kv.kept_tokens,
         )
         grammars = build_grammars(settings, FILES, info.vocab_size)
         overlap = settings.overlap != "off"
