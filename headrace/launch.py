@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,26 +206,45 @@ def _load_runner(
     """The runner, and what is known of its load."""
     if files.kind == "fake":
         raise ConfigError("the fake model needs backend = fake", param="backend")
-    begun = time.perf_counter()
+    begun, on_card = time.perf_counter(), settings.backend == "cuda"
     with _garbage_kept():
+        if on_card:
+            _import_for_card()
         from headrace.runner.build import load_runner
 
     report("import the runner", time.perf_counter() - begun)
-    runner, info = load_runner(settings, files, report, progress)
+    with _garbage_kept() if on_card else nullcontext():
+        runner, info = load_runner(settings, files, report, progress)
     for line in info.ledger:
         report(line, 0.0)
     return runner, info
 
 
+def _import_for_card() -> None:
+    """torch and all that computes on a GPU: seconds of Python, beside which the driver makes its
+    context and Triton's key is found, neither of which needs Python."""
+    from headrace.backends.cuda.context import make_ahead
+
+    make_ahead()
+    from headrace.kernels import key
+
+    key.find()
+    importlib.import_module("headrace.runner.load_cuda")
+
+
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """For imports: what they make stays, and searching it took a sixth of torch's import."""
+    """For imports and a load: what they make stays, and searching it took a sixth of torch's
+    import. It leaves the block as old, so that the next search passes it too."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else somebody's objects would thaw
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -91,6 +91,8 @@ NO_TORCH |= {
     "stages",
     "backends/fake",
     "backends/choose",
+    "backends/cuda/context",
+    "kernels/key",
 }
 # What serves a packed model on a processor.
 NO_TORCH |= {"sampling", "native", "quant/ggml", "models/order", "models/outline", "models/rope"}

@@ -25,6 +25,7 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
+from headrace.kernels import key
 from headrace.kernels.forked import run_forked
 
 _compiling = False  # one thread launches; see `compiling`
@@ -74,9 +75,9 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
         kernel[grid](*args, **options)
 
 
-def _on_disk(key: str) -> bool:
-    """Whether the cache holds what Triton calls by this key, as far as Triton itself looks."""
-    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+def _on_disk(name: str) -> bool:
+    """Whether the cache holds what Triton keys by this name, as far as Triton itself looks."""
+    manager = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
     names = [found.name for found in Path(manager.cache_dir).glob("__grp__*")]
     groups = {name: manager.get_group(name) for name in (n.removeprefix("__grp__") for n in names)}
     return any(name in (group or ()) for name, group in groups.items())
@@ -147,6 +148,7 @@ def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     kernel hears of it, nobody else.
     """
     global _compiling
+    key.wait()
     try:
         collected = _Collected()
         with triton.AsyncCompileMode(collected, ignore_errors=trying):
