@@ -231,7 +231,7 @@ def merged(made: dict[str, Any], path: Path) -> dict[str, Any]:
         return made
     held: dict[str, Any] = json.loads(path.read_text())
     whole = held | made
-    for name in ("entries", "decode"):
+    for name in ("entries", "decode", "tiles"):
         new = [*made.get(name, ())]
         keys = [_key(one) for one in new]
         kept = [one for one in held.get(name, ()) if _key(one) not in keys]
@@ -242,7 +242,7 @@ def merged(made: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _key(one: dict[str, Any]) -> dict[str, Any]:
     """What an entry is for: its shape and bucket."""
-    names = ("kind", "n", "k", "heads", "kv_heads", "head_dim", "bucket")
+    names = ("kind", "n", "k", "heads", "kv_heads", "head_dim", "bucket", "tokens")
     return {name: one[name] for name in names if name in one}
 
 

@@ -155,7 +155,7 @@ def resolve_max_num_batched_tokens(settings: Settings, backend: str) -> Resolved
 def resolve_itl_target_s(settings: Settings, cost: StepCost | None) -> Resolved[float]:
     """The longest step, in seconds, while sequences decode; 0 = no limit.
 
-    `cost` is what the loaded runner knows of its steps. auto: five times the step that only reads
+    `cost` is what the loaded runner knows of its steps. auto: 5.5 times the step that only reads
     the weights, so that prompts get about four fifths of the time, in bounds that readers of a
     stream do not feel. Raises ConfigError for a limit that nothing could keep: without a cost.
     """

@@ -24,22 +24,29 @@ class DecodeConfig:
 # Tiles of K and V in flight: stages * tile_keys * head_dim * 2 * itemsize, within 227 KB a
 # multiprocessor; two programs of it where they fit.
 DECODE_CANDIDATES = (
+    DecodeConfig(64, 4, 2),
     DecodeConfig(64, 4, 3),
     DecodeConfig(64, 4, 4),
     DecodeConfig(128, 4, 3),
     DecodeConfig(128, 8, 3),
     DecodeConfig(32, 4, 5),
     DecodeConfig(32, 2, 4),
+    DecodeConfig(32, 4, 3),
+    DecodeConfig(32, 1, 3),
 )
 
 
 def decode_config(dtype: torch.dtype, head_dim: int) -> DecodeConfig:
-    """By bytes of a line: longer lines, shorter tiles."""
+    """By bytes of a line: longer lines, shorter tiles.
+
+    Of many rows with short contexts each program waits for few loads after another: more programs
+    at once hide that better than more loads of each do.
+    """
     if dtype == torch.float32:
         return DecodeConfig(16, 4, 2)
     if head_dim > 128:
         return DecodeConfig(32, 4, 3)
-    return DecodeConfig(64, 4, 4)
+    return DecodeConfig(64, 4, 2)
 
 
 @dataclasses.dataclass(frozen=True)

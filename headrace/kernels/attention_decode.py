@@ -25,6 +25,7 @@ from headrace.kernels.attention import LOG2E, check_layout, output_like
 from headrace.kernels.attention_configs import DecodeConfig, decode_config
 from headrace.kernels.columns import StepColumns
 from headrace.kernels.launch import launch
+from headrace.kernels.shapes import power_of_two
 from headrace.kernels.soft_cap import soft_cap
 
 _SUMMED = 8  # partial results that the last program of a token loads at a time
@@ -425,8 +426,5 @@ def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
 
 
 def _padded_tokens(tokens: int) -> int:
-    """A power of four from 16 on: few compiled variants."""
-    padded = 16
-    while padded < tokens:
-        padded *= 4
-    return padded
+    """A power of two from 16 on: few compiled variants."""
+    return max(16, power_of_two(tokens))

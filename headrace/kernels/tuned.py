@@ -8,10 +8,14 @@
                `product.Config`; null: the library's product and kernels of their own were faster)
     decode     attention of single tokens: heads, kv_heads, head_dim, bucket, splits of a sequence,
                config (the fields of `attention_configs.DecodeConfig`)
+    tiles      gate and up of many tokens in one kernel: n and k of the weight, tokens (the least
+               that it is for), config (the fields of `gate_up_tiles.TileConfig`; null: the
+               library's product and the activation were faster)
     step       for people alone: milliseconds of steps ("tokens x context") of a model of so many
                layers: with the library, with what was chosen before and after
 
-The last two, and the entries that a whole step chose, are `scripts/tune_step`'s.
+`decode`, `step` and the entries that a whole step chose are `scripts/tune_step`'s, `tiles` are
+`benchmarks.kernels.tiles`'.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import torch
 
 from headrace.kernels.attention_configs import DecodeConfig, decode_config
 from headrace.kernels.attention_decode import choose_splits
+from headrace.kernels.gate_up_tiles import TileConfig
 from headrace.kernels.product import MAX_TOKENS, Config, block_m
 from headrace.kernels.shapes import power_of_two
 
@@ -112,6 +117,35 @@ def choose(
     if kind == "qkv" and normed_head and unmeasured is not None:
         unmeasured = of_heads(m, n, k, normed_head) or unmeasured
     return measured.get((kind, n, k, block_m(m)), unmeasured)
+
+
+@functools.cache
+def tile_entries(path: Path) -> dict[tuple[int, int], list[tuple[int, TileConfig | None]]]:
+    """(N, K) -> (least tokens, configuration), most tokens first; empty where nobody measured."""
+    if not path.exists():
+        return {}
+    found: dict[tuple[int, int], list[tuple[int, TileConfig | None]]] = {}
+    for entry in json.loads(path.read_text()).get("tiles", []):
+        config = None if entry["config"] is None else TileConfig(**entry["config"])
+        found.setdefault((entry["n"], entry["k"]), []).append((entry["tokens"], config))
+    return {
+        shape: sorted(of_shape, key=lambda one: one[0], reverse=True)
+        for shape, of_shape in found.items()
+    }
+
+
+def tile_entry(n: int, k: int, tokens: int, config: TileConfig | None) -> dict[str, Any]:
+    """As it stands in a card's file."""
+    fields = None if config is None else dataclasses.asdict(config)
+    return {"n": n, "k": k, "tokens": tokens, "config": fields}
+
+
+def choose_tiles(
+    tokens: int, n: int, k: int, device_name: str, *, folder: Path = FOLDER
+) -> TileConfig | None:
+    """For gate and up [n, k] of so many tokens; None: the library's product and the activation."""
+    measured = tile_entries(card_file(device_name, folder)).get((n, k), [])
+    return next((config for least, config in measured if tokens >= least), None)
 
 
 class Heads(NamedTuple):

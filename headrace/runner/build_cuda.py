@@ -14,7 +14,7 @@ from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.device import Card
 from headrace.backends.cuda.kv_store import ID_BYTES, CudaKvStore, IdSlots
 from headrace.backends.cuda.latent import LatentPaths, shape_of
-from headrace.backends.cuda.ops import Choose, Place
+from headrace.backends.cuda.ops import Choose, ChooseTiles, Place
 from headrace.backends.cuda.turns import Turns
 from headrace.config import PrefillAttention, Resolved, Settings, parse_bytes
 from headrace.engine.protocol import Capacity, StepCost
@@ -63,13 +63,15 @@ def forward_on(
     buffers: Buffers,
     *,
     choose: Choose | None = None,
+    choose_tiles: ChooseTiles | None = None,
     decoding: Callable[[int], tuned.Decoding] | None = None,
     prefill_attention: PrefillAttention = "auto",
     graphed: bool = True,
 ) -> Forward:
     """The model with a KV cache of `blocks` and empty tables.
 
-    `choose`, `decoding`: configurations of its kernels; None: as the card's table has them.
+    `choose`, `choose_tiles`, `decoding`: configurations of its kernels; None: as the card's table
+    has them.
     Not `graphed`: every step is launched call by call, padded as ever.
     """
     spec, device = model.spec, buffers.x.device
@@ -88,6 +90,8 @@ def forward_on(
             device_name=card.name,
             normed_head=spec.head_dim if spec.qk_norm else 0,
         ),
+        choose_tiles=choose_tiles or functools.partial(tuned.choose_tiles, device_name=card.name),
+        multiprocessors=card.multiprocessors,
         pdl=pdl.supported(device),
         latent=None if spec.latent is None else shape_of(spec),
     )

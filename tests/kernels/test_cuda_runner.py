@@ -76,10 +76,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 def interpreted(
-    files: ModelFiles, *, folded: bool = False, graphed: bool = True, blocks: int = 0
+    files: ModelFiles,
+    *,
+    folded: bool = False,
+    graphed: bool = True,
+    blocks: int = 0,
+    tiles: Any = None,
 ) -> Any:
     """A CudaRunner on CPU tensors; `folded`: norms in the weights, products of the library. blocks:
-    of its cache; 0 = BLOCKS a KV group."""
+    of its cache; 0 = BLOCKS a KV group. tiles: of gate and up, from 4 tokens on."""
     from headrace.backends.cuda import buffers as memory
     from headrace.backends.cuda.device import Card
     from headrace.kernels.tuned import default, of_heads
@@ -112,6 +117,7 @@ def interpreted(
         card,
         buffers,
         choose=choose,
+        choose_tiles=lambda tokens, n, k: tiles if tokens >= 4 else None,
         graphed=graphed,
     )
     vocab = facts.spec.vocab_size
@@ -224,6 +230,31 @@ def test_a_scenario_draws_the_tokens_of_the_cpu(
     assert passed == {(1, 1), (4, 4), (8, 4), (10, 4)}, "none of the step that draws nothing"
     ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
     assert ways == {"steps_alone": 13, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 2}
+    runner.close()
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["plain", "folded"])
+def test_gate_and_up_over_tiles(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, *, folded: bool
+) -> None:
+    from headrace.backends.cuda import ops
+    from headrace.kernels import gate_up_tiles as tiled
+
+    seen: list[int] = []
+    run = tiled.gate_up_tiles
+
+    def noted(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return run(x, *args, **options)
+
+    monkeypatch.setattr(ops, "gate_up_tiles", noted)
+    for module in (ops, tiled):  # the interpreter takes float32, whose tokens are the CPU's
+        monkeypatch.setattr(module, "fits", lambda x, weight: True)
+    monkeypatch.setattr(ops.CudaOps, "_config", lambda *args: None)
+    config = tiled.TileConfig(tokens=16, columns=16, depth=16, flat=False)
+    runner = interpreted(files, folded=folded, tiles=config)
+    assert scenario(runner) == scenario(on_the_cpu(files))
+    assert seen, "a step of four tokens or more goes over tiles"
     runner.close()
 
 

@@ -26,6 +26,7 @@ from headrace.kernels.activation import activation
 from headrace.kernels.begin import begin
 from headrace.kernels.columns import GroupColumns
 from headrace.kernels.gate_up import gate_up
+from headrace.kernels.gate_up_tiles import TileConfig, fits, gate_up_tiles
 from headrace.kernels.gather import gather_rows
 from headrace.kernels.latent import LatentShape, latent_write
 from headrace.kernels.layer_norm import layer_norm
@@ -65,6 +66,8 @@ COMPUTES = frozenset({
 # kind, m tokens, N and K of a weight -> configuration of the kernel for few tokens; None: the
 # library is faster. See `kernels.tuned.choose`.
 Choose = Callable[[str, int, int, int], Config | None]
+# m tokens, N and K of gate and up -> the kernel that has their activation too; None: the library.
+ChooseTiles = Callable[[int, int, int], TileConfig | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Place:
     turns: Turns
     last: Tensor  # [rows] int32, the token last drawn into each device row
     choose: Choose
+    choose_tiles: ChooseTiles
+    multiprocessors: int
     pdl: bool  # kernels start while the one before drains
     latent: LatentShape | None = None
 
@@ -372,7 +377,21 @@ class CudaOps:
         inner = _first_rows(buffers.inner, rows, mlp.down.weight.shape[1])
         folded = isinstance(norm, RMSNorm) and norm.folded
         scale = self._scale(x, norm) if isinstance(norm, RMSNorm) and norm.folded else None
-        torch.mm(x if folded else self._normed(x, norm), weight.t(), out=both)
+        y = x if folded else self._normed(x, norm)
+        tiles = self._place.choose_tiles(rows, *weight.shape)
+        plain = isinstance(mlp, GatedMlp) and not isinstance(mlp, SparseMlp) and first.bias is None
+        if tiles is not None and plain and fits(y, weight):
+            gate_up_tiles(
+                y,
+                weight,
+                mlp.act,
+                scale=scale,
+                out=inner,
+                config=tiles,
+                multiprocessors=self._place.multiprocessors,
+            )
+            return self._add("down", x, inner, mlp.down, post)
+        torch.mm(y, weight.t(), out=both)
         if isinstance(mlp, SparseMlp):
             return self._add("down", x, self._sparse(both, mlp, scale), mlp.down, post)
         activation(
