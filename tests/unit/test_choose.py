@@ -245,7 +245,7 @@ def test_no_target_suits_every_backend(target: str) -> None:
 
 @pytest.mark.parametrize(
     ("floor_ms", "base_ms", "target_ms"),
-    [(7, 1, 36), (1, 0, 25), (12, 1, 43), (5, 0, 25), (8, 0, 40)],
+    [(6, 1, 34), (1, 0, 25), (12, 1, 43), (4, 0, 25), (7.2, 0.4, 40), (7.6, 1.9, 43)],
 )
 def test_the_target_follows_the_time_to_read_the_weights(
     floor_ms: float, base_ms: float, target_ms: float
