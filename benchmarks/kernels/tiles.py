@@ -5,8 +5,9 @@
 Under a load that lasts: a card that has computed for tenths of a second is at its power limit,
 and what is fastest in a burst may not be so there. Each candidate runs for a quarter of a second,
 twice; the second half of each run counts, the better of both. Checks the fastest against float64;
-the library keeps a size where ours gains less than a hundredth. Writes an entry for each number of
-tokens; `scripts/tune_step --merge` puts them into the card's file of `headrace.kernels.tuned`.
+the library keeps a size where ours gains less than a hundredth, and so does what the size before
+has. Writes an entry for each number of tokens that has another; `scripts/tune_step --merge` puts
+them into the card's file of `headrace.kernels.tuned`.
 """
 
 from __future__ import annotations
@@ -107,8 +108,11 @@ class Layer:
         return float((self.inner[rows].double() - expected).norm() / expected.norm())
 
 
-def measure(layer: Layer, tokens: int) -> tuple[TileConfig | None, dict[str, float]]:
-    """The configuration to keep, None for the library, and microseconds by candidate."""
+def measure(
+    layer: Layer, tokens: int, before: TileConfig | None
+) -> tuple[TileConfig | None, dict[str, float]]:
+    """The configuration to keep, None for the library, and microseconds by candidate. `before`:
+    that of fewer tokens."""
     runs: dict[str, tuple[TileConfig | None, Run]] = {"library": (None, layer.library)}
     runs |= {str(c): (c, functools.partial(layer.ours, c)) for c in CANDIDATES}
     once: dict[str, float] = {}
@@ -122,8 +126,10 @@ def measure(layer: Layer, tokens: int) -> tuple[TileConfig | None, dict[str, flo
         for name, ms in once.items():
             us[name] = min(us.get(name, float("inf")), lasting_us(runs[name][1], ms))
     best = min(us, key=lambda name: us[name])
-    config = runs[best][0]
-    if config is None or us["library"] < us[best] * GAIN:
+    names = ("library", str(before), best)
+    kept = next(name for name in names if us.get(name, float("inf")) < us[best] * GAIN)
+    config = runs[kept][0]
+    if config is None:
         return None, us
     error = layer.error(config)
     assert error < MAX_ERROR, f"{tokens} tokens, {config}: relative error {error:.1e}"
@@ -142,15 +148,19 @@ def main() -> None:
         raise SystemExit("this measures a GPU, and torch finds none here")
     card, device = torch.cuda.get_device_name(), torch.device("cuda")
     made: list[dict[str, Any]] = []
-    for tokens in (int(n) for n in args.tokens.split(",")):
+    before: TileConfig | None = None
+    for tokens in sorted(int(n) for n in args.tokens.split(",")):
         layer = Layer(args.hidden, args.ffn, tokens, device)
-        config, us = measure(layer, tokens)
+        config, us = measure(layer, tokens, before)
         flops = 4 * tokens * args.hidden * args.ffn
         print(f"{tokens} tokens: {'library' if config is None else config}", flush=True)
         for name, time_us in sorted(us.items(), key=lambda item: item[1]):
             print(f"  {time_us:8.1f} us {flops / time_us / 1e6:6.1f} TFLOP/s  {name}", flush=True)
-        rounded = {name: round(time_us, 1) for name, time_us in us.items()}
-        made.append(tile_entry(2 * args.ffn, args.hidden, tokens, config) | {"us": rounded})
+        if config == before:
+            continue
+        before, chosen = config, "library" if config is None else str(config)
+        times = {"us": round(us[chosen], 1), "library_us": round(us["library"], 1)}
+        made.append(tile_entry(2 * args.ffn, args.hidden, tokens, config) | times)
     path = args.out or Path(os.environ.get("OUT", ".")) / f"tiles-{card_file(card).name}"
     facts = {
         "card": card,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.kernels.gate_up_tiles import TileConfig
 from headrace.kernels.product import (
     BUCKETS,
     Config,
@@ -22,10 +23,13 @@ from headrace.kernels.tuned import (
     KINDS,
     card_file,
     choose,
+    choose_tiles,
     default,
     entries,
     entry,
     of_heads,
+    tile_entries,
+    tile_entry,
 )
 
 MEASURED = Config(64, 128, 4, 5, 2, 65536, False)
@@ -92,3 +96,24 @@ def test_files_of_cards(path: Path) -> None:
         if config is not None:
             for size in (config.block_n, config.block_k, config.warps):
                 assert size & (size - 1) == 0, "powers of two"
+
+
+def test_tiles_from_a_number_of_tokens_on(tmp_path: Path) -> None:
+    few, many = TileConfig(stages=3), TileConfig()
+    made = [tile_entry(96, 64, at, config) for at, config in ((129, None), (768, many), (64, few))]
+    card_file("Card X-1", tmp_path).write_text(json.dumps({"entries": [], "tiles": made}))
+    by_tokens = {63: None, 64: few, 128: few, 129: None, 767: None, 768: many, 8192: many}
+    for tokens, config in by_tokens.items():
+        assert choose_tiles(tokens, 96, 64, "Card X-1", folder=tmp_path) == config
+    assert choose_tiles(768, 96, 32, "Card X-1", folder=tmp_path) is None, "another shape"
+    assert choose_tiles(768, 96, 64, "Card Y", folder=tmp_path) is None, "an unknown card"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_tiles_of_cards_fit_their_memory(path: Path) -> None:
+    for of_shape in tile_entries(path).values():
+        for _, config in of_shape:
+            if config is not None:
+                turn = (config.tokens + 2 * config.columns) * config.depth * 2
+                out = config.tokens * config.columns * 2
+                assert turn * config.stages + out <= 227 << 10, "of Hopper's shared memory"
