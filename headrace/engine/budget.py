@@ -6,8 +6,9 @@ storm cost those that decode at most that much. A burst is no storm: a step that
 sequences their first token than it keeps waiting for the next may take as long as it needs. Each
 of them then draws tokens of its own, so that under one gap in a hundred is a long one where answers
 have a hundred tokens and more. What the last steps did not use of that counts on: the rest of a
-burst, of fewer prompts than decode by then, goes as fast as its beginning. Both look at the plan
-alone, never at a clock.
+burst, of fewer prompts than decode by then, goes as fast as its beginning.
+
+Neither looks at a clock. `CostBudget` hears how long its limited steps took: see `engine.lateness`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
+from headrace.engine.lateness import Lateness
 from headrace.engine.protocol import StepCost
 
 _GAIN = 1.02  # in tokens a second, for which a step is made smaller than it may be
@@ -44,6 +46,13 @@ class Budget(Protocol):
         at least one token where the budget was open. What is left of a step behind other chunks is
         not spent on a crumb of a longer prompt: that would only cut it once more.
         """
+
+    @property
+    def predicted_s(self) -> float:
+        """What the step planned last should take, where the target limits it; else 0."""
+
+    def learn(self, predicted_s: float, busy_s: float) -> None:
+        """A step of which that was predicted, > 0, kept the device busy for `busy_s` seconds."""
 
 
 def budget_for(cost: StepCost | None, max_tokens: int, target_s: float) -> Budget:
@@ -84,6 +93,15 @@ class StaticBudget:
         self.open = self._left > 0
         return count
 
+    @property
+    def predicted_s(self) -> float:
+        """Nothing is."""
+        return 0.0
+
+    def learn(self, predicted_s: float, busy_s: float) -> None:
+        """Nobody tells what was never predicted."""
+        raise AssertionError("a budget that predicts nothing")
+
 
 class CostBudget:
     """As many tokens as fit below `target_s` seconds; `StaticBudget`'s while nothing decodes, and
@@ -109,6 +127,7 @@ class CostBudget:
         self._firsts = 0  # prompts completed in the step so far
         self._credit = 0.0  # first tokens of the last steps less their long gaps
         self._sure_tokens = 0  # of the step: up to here no prediction is asked
+        self._lateness = Lateness()
         self._whole = StaticBudget(max_tokens)  # of a step that has no limit
         self._limited = False
         self.open = False
@@ -146,9 +165,23 @@ class CostBudget:
         self.open = whole if self._limited else self._whole.open
         return count
 
+    @property
+    def predicted_s(self) -> float:
+        """See `Budget`: by the model alone, without what was learned. Of a short step, whose time the
+        card's clock does not settle, 0 too."""
+        seconds = self._model_s() if self._limited and self._prompt_tokens else 0.0
+        return seconds if seconds * 2 >= self._target_s else 0.0
+
+    def learn(self, predicted_s: float, busy_s: float) -> None:
+        """See `Budget`."""
+        self._lateness.learn(predicted_s, busy_s)
+
+    def _model_s(self) -> float:
+        return self._cost.seconds(self._tokens, self._pairs, self._reads)
+
     def _settle(self) -> None:
         """Book the step before: the sequences that got their first token, and the long gaps."""
-        seconds = self._cost.seconds(self._tokens, self._pairs, self._reads)
+        seconds = self._model_s() * self._lateness.factor
         gaps = self._decodes if seconds > self._target_s else 0
         self._credit = max(0.0, self._credit * _KEPT + self._firsts - gaps)
 
@@ -165,7 +198,8 @@ class CostBudget:
             pairs = self._pairs + count * (start + count / 2)
             return self._cost.seconds(self._tokens + count, pairs, self._reads)
 
-        count = bisect_right(range(1, most + 1), self._target_s, key=seconds)
+        target_s = self._target_s / self._lateness.factor
+        count = bisect_right(range(1, most + 1), target_s, key=seconds)
         if count == wanted:
             return count
         whole = (self._tokens + count) // self._cost.tile * self._cost.tile - self._tokens

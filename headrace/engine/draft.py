@@ -20,7 +20,7 @@ class Flight:
     len(decoders) + i belongs to prefills[i], draw len(decoders) + j to drawers[j].
     """
 
-    __slots__ = ("costs", "decoders", "drawers", "note", "plan", "prefills")
+    __slots__ = ("costs", "decoders", "drawers", "note", "plan", "predicted_s", "prefills")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Flight:
         self.drawers = drawers
         self.costs: Costs | None = None  # see `engine.shares.modelled`
         self.note: StepNote | None = None  # where somebody watches; see `engine.recorder`
+        self.predicted_s = 0.0  # see `Budget.predicted_s`
 
 
 class Draft:

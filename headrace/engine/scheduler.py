@@ -128,7 +128,9 @@ class Scheduler:
         self.launched += 1
         self.kv.copying(self.launched)
         leaves, self._leaves = self._leaves, []
-        return draft.close(self.launched, leaves)
+        flight = draft.close(self.launched, leaves)
+        flight.predicted_s = self.budget.predicted_s
+        return flight
 
     def _prompts_fill(self, now: float) -> bool:
         """Whether the next step can be filled with prompts that wait, by rows and memory.

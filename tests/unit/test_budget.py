@@ -5,6 +5,8 @@ The simulations run the real engine on the fake runner, whose steps take what th
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ from headrace.engine.budget import CostBudget, StaticBudget, budget_for
 from headrace.engine.loop import Engine
 from headrace.engine.protocol import StepCost
 from headrace.kv.cache import KVCache
-from headrace.messages import Submit
+from headrace.messages import StepPlan, Submit
 from tests.unit.engine_rig import GREEDY, Rig
 
 # A 14B model in bfloat16 on a card of 4 TB/s and 600 TFLOP/s.
@@ -306,6 +308,17 @@ def test_tokens_do_not_depend_on_the_budget(overlap: bool) -> None:
     assert any(join.row not in plan.rows for plan, join in first), "each got a token at once"
 
 
+class SlowRunner(FakeRunner):
+    """Takes `slower` times as long as its own cost says."""
+
+    def __init__(self, slower: float, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._slower = slower
+
+    def _modelled_s(self, plan: StepPlan) -> float:
+        return super()._modelled_s(plan) * self._slower
+
+
 class Storm:
     """32 sequences decode; every second comes a prompt of 8000 tokens, which draws 4 tokens.
 
@@ -315,10 +328,19 @@ class Storm:
 
     DECODES, PROMPT, EVERY_S, PROMPTS = 32, 8000, 1.0, 6
 
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, slower: float = 1.0) -> None:
+        """slower: times as long as the engine is told is what a step takes."""
         self.now_s = 0.0
-        runner = FakeRunner(
-            12_000, 16, 64, 20_000, cost=COST, eos_ids=(), clock=self.clock, sleep=self.sleep
+        runner = SlowRunner(
+            slower,
+            12_000,
+            16,
+            64,
+            20_000,
+            cost=COST,
+            eos_ids=(),
+            clock=self.clock,
+            sleep=self.sleep,
         )
         self.engine = Engine(
             Settings(max_num_seqs=64, max_num_batched_tokens=MAX_TOKENS, prefix_caching=False),
@@ -368,6 +390,19 @@ def test_a_storm_of_prompts_costs_decodes_no_more_than_the_target() -> None:
     assert storm.gap_s(99) <= TARGET_S * (1 + 1e-9)
     assert max(storm.gaps_s) <= TARGET_S * (1 + 1e-9)
     assert max(storm.ttft_s.values()) < 0.75, "nor do prompts pay for it with their own time"
+
+
+def test_a_card_that_is_slower_than_it_was_at_the_start_keeps_the_target_too() -> None:
+    late, right = Storm(TARGET_S, slower=1.12), Storm(TARGET_S)
+    late.run()
+    right.run()
+    assert max(late.gaps_s) <= TARGET_S * (1 + 1e-9)
+    assert max(late.ttft_s.values()) < 1.35 * max(right.ttft_s.values())
+    fast = Storm(TARGET_S, slower=0.92)
+    fast.run()
+    assert max(fast.gaps_s) <= TARGET_S
+    ttft_s = fast.ttft_s
+    assert max(ttft_s.values()) == ttft_s[100], "later prompts get larger steps"
 
 
 def test_without_a_target_the_same_storm_stalls_decodes() -> None:
