@@ -167,8 +167,8 @@ class CostBudget:
 
     @property
     def predicted_s(self) -> float:
-        """See `Budget`: by the model alone, without what was learned. Of a short step, whose time the
-        card's clock does not settle, 0 too."""
+        """See `Budget`: by the model alone, without what was learned. Also 0 of a short step, whose
+        time the card's clock does not settle."""
         seconds = self._model_s() if self._limited and self._prompt_tokens else 0.0
         return seconds if seconds * 2 >= self._target_s else 0.0
 

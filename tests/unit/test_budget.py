@@ -401,8 +401,6 @@ def test_a_card_that_is_slower_than_it_was_at_the_start_keeps_the_target_too() -
     fast = Storm(TARGET_S, slower=0.92)
     fast.run()
     assert max(fast.gaps_s) <= TARGET_S
-    ttft_s = fast.ttft_s
-    assert max(ttft_s.values()) == ttft_s[100], "later prompts get larger steps"
 
 
 def test_without_a_target_the_same_storm_stalls_decodes() -> None:
