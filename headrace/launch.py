@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace import bytecode
 from headrace.backends.choose import (
     resolve_api_workers,
     resolve_backend,
@@ -35,6 +36,7 @@ from headrace.messages import EngineInfo
 from headrace.observe.logs import configure_logging
 from headrace.observe.tracing import check_installed
 from headrace.pages import give_back
+from headrace.sources.cache import cache_home
 from headrace.sources.files import ModelFiles
 
 if TYPE_CHECKING:
@@ -207,13 +209,13 @@ def _load_runner(
     if files.kind == "fake":
         raise ConfigError("the fake model needs backend = fake", param="backend")
     begun, on_card = time.perf_counter(), settings.backend == "cuda"
-    with _garbage_kept():
-        if on_card:
-            _import_for_card()
-        from headrace.runner.build import load_runner
+    with _unhindered() if on_card else nullcontext():
+        with _garbage_kept():
+            if on_card:
+                _import_for_card()
+            from headrace.runner.build import load_runner
 
-    report("import the runner", time.perf_counter() - begun)
-    with _garbage_kept() if on_card else nullcontext():
+        report("import the runner", time.perf_counter() - begun)
         runner, info = load_runner(settings, files, report, progress)
     for line in info.ledger:
         report(line, 0.0)
@@ -230,6 +232,13 @@ def _import_for_card() -> None:
 
     key.find()
     importlib.import_module("headrace.runner.load_cuda")
+
+
+@contextmanager
+def _unhindered() -> Iterator[None]:
+    """For a load that has much of Python's work in it, such as the import of torch."""
+    with _garbage_kept(), bytecode.kept("torch", cache_home() / "bytecode"):
+        yield
 
 
 @contextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace import config, kernels, launch
+from headrace import bytecode, config, kernels, launch
 from headrace.backends.cuda import context
 from headrace.runner import build
 from headrace.sources.files import ModelFiles
@@ -80,14 +82,21 @@ def test_a_card_is_made_ready_while_its_runner_is_imported(
         did.append(("load", gc.isenabled()))
         return "runner", SimpleNamespace(ledger=[])
 
+    @contextlib.contextmanager
+    def kept(package: str, folder: Path) -> Iterator[None]:
+        did.append((package, folder.name))
+        yield
+
     find = SimpleNamespace(find=lambda: did.append("key"))
     monkeypatch.setattr(context, "make_ahead", lambda: did.append("context"))
     monkeypatch.setattr(kernels, "key", find, raising=False)
     monkeypatch.setattr(launch, "importlib", SimpleNamespace(import_module=did.append))
+    monkeypatch.setattr(bytecode, "kept", kept)
     monkeypatch.setattr(build, "load_runner", load_runner)
     settings = config.load({"backend": backend})[0]
     launch._load_runner(settings, FILES, lambda *_: None, None)
-    on_card = ["context", "key", "headrace.runner.load_cuda", ("load", False)]
+    imported = ["context", "key", "headrace.runner.load_cuda"]
+    on_card = [("torch", "bytecode"), *imported, ("load", False)]
     assert did == (on_card if backend == "cuda" else [("load", True)])
     assert gc.isenabled()
 
