@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.backends.cuda.attention import Attention, StepAttention
 from headrace.backends.cuda.chunk_table import (
@@ -121,7 +122,8 @@ class Forward:
         self._stream = torch.cuda.Stream(self.device) if cuda else None
         needed, later = self._graph_list() if graphed else ([], [])
         self.needed_graphs = len(needed)  # of `graphs`: those that the start waits for
-        self.graphs = Graphs(self._stream, needed + later, self._pad, self._graph_work)
+        works = (self._pad, self._graph_load, self._graph_work)
+        self.graphs = Graphs(self._stream, needed + later, *works)
         self.settle()
 
     def settle(self) -> None:
@@ -240,11 +242,23 @@ class Forward:
             if self._library is not None:
                 self._library.clear()
 
-    def _graph_work(self, way: Way, size: int) -> None:
-        """What the graph of that size holds. Only a step of single tokens has its logits there:
-        as many as tokens. Of a step with prompts most tokens are not drawn from."""
+    def _graph_load(self, way: Way, size: int) -> None:
+        """Launch every kernel that the graph of that size holds, in as few layers as do."""
+        every = self.model.spec.foreign  # nobody knows what each of those launches
+        self._graph_work(way, size, self.model.blocks if every else self._each_kind())
+
+    def _each_kind(self) -> list[nn.Module]:
+        """Blocks that launch whatever all do: the first of each kind, for the matrices of a kind
+        have one shape, and the last."""
+        kinds = {kind: i for i, kind in reversed([*enumerate(self.model.spec.every_layer())])}
+        return [self.model.blocks[i] for i in (*kinds.values(), -1)]
+
+    def _graph_work(self, way: Way, size: int, blocks: Iterable[nn.Module] | None = None) -> None:
+        """What the graph of that size holds (`blocks`: with these in the place of all). Only a step
+        of single tokens has its logits there: as many as tokens. Of a step with prompts most tokens
+        are not drawn from."""
         source = self._inputs[way]
-        self._layers(source, size, self._step(way, size), self._narrowed(way, size, 0))
+        self._layers(source, size, self._step(way, size), self._narrowed(way, size, 0), blocks)
         if way == "alone":
             self._logits(source, size, min(size, self._draws), None)
 
@@ -274,11 +288,17 @@ class Forward:
         return CudaOps(self.place, columns, source.ids[:tokens], step, wanted)
 
     def _layers(
-        self, source: StepInput, tokens: int, step: StepAttention | LatentStep, narrowed: int | None
+        self,
+        source: StepInput,
+        tokens: int,
+        step: StepAttention | LatentStep,
+        narrowed: int | None,
+        blocks: Iterable[nn.Module] | None = None,
     ) -> None:
         """The hidden states of the step's tokens, into the buffer of the residual stream; of those
         that are left where the step is narrowed, into the buffer `chosen`."""
-        x = self.model(self._ops(source, tokens, step, narrowed))
+        ops = self._ops(source, tokens, step, narrowed)
+        x = self.model.through(self.model.blocks if blocks is None else blocks, ops)
         buffers = self.place.buffers
         stream = buffers.x if narrowed is None else buffers.chosen
         assert narrowed == 0 or x.data_ptr() == stream.data_ptr(), "the stream left its buffer"
@@ -334,11 +354,8 @@ class Forward:
     # ------------------------------------------------------------ before the first request
 
     def compile(self, workers: int) -> None:
-        """Compile every kernel that a step can need, side by side, without running one.
-
-        One layer of each kind stands for all: their matrices have one shape.
-        """
-        kinds = {kind: i for i, kind in reversed([*enumerate(self.model.spec.every_layer())])}
+        """Compile every kernel that a step can need, side by side, without running one."""
+        blocks = self._each_kind()
         with torch.inference_mode(), self.on_stream(), compiling(workers):
             self.sampler.compile(self._input, self.place.buffers.logits)  # the longest first
             needed, later = self._graph_list()
@@ -347,7 +364,7 @@ class Forward:
                 step = self._step(like, min(size, self._sizes[like][-1]))
                 wanted = min(size, self._draws) if way == "eager" else 0
                 ops = self._ops(self._inputs[way], size, step, self._narrowed(way, size, wanted))
-                x = self.model.through([self.model.blocks[i] for i in (*kinds.values(), -1)], ops)
+                x = self.model.through(blocks, ops)
                 self.model.logits(x[: self._draws], ops)
             columns = self._inputs["eager"].columns(2, self.state.tables)
             self._attention.compile(self.model, columns, self.store.k[0])
@@ -375,7 +392,7 @@ class Forward:
         self._seen = _seen()
 
     def capture_next(self) -> bool:
-        """Capture one that was put off, in about 70 ms; False if there is none.
+        """Capture one that was put off, in some 50 ms; False if there is none.
 
         Needs: the draws of the step that `run` queued last are queued too.
         """

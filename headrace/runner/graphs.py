@@ -28,8 +28,10 @@ class Graphs:
     """Graphs by key; all share the memory of the one captured first.
 
     keys: all there may be, in the order of their captures: the one that needs most memory first.
-    work(way, tokens) queues what a graph holds; pad(way, tokens) comes before it and lets it find
-    padding alone, so that it changes nothing that anybody reads later. Without a `stream` there are
+    work(way, tokens) queues what a graph holds; load(way, tokens) queues each of its kernels at
+    least once, for none may come to the device while a graph is recorded; pad(way, tokens) comes
+    before both and lets them find padding alone, so that nothing changes that anybody reads later.
+    Without a `stream` there are
     no graphs. Everything is called on that stream, by one thread.
     """
 
@@ -38,9 +40,10 @@ class Graphs:
         stream: torch.cuda.Stream | None,
         keys: Sequence[Key],
         pad: Callable[[Way, int], None],
+        load: Callable[[Way, int], None],
         work: Callable[[Way, int], None],
     ) -> None:
-        self._stream, self._pad, self._work = stream, pad, work
+        self._stream, self._pad, self._load, self._work = stream, pad, load, work
         self._keys = list(keys)
         self._graphs: dict[Key, Any] = {}
         self._put_off: list[Key] = []
@@ -118,7 +121,7 @@ class Graphs:
 
     def _capture(self, key: Key) -> None:
         self._pad(*key)
-        self._work(*key)  # kernels are loaded before capture
+        self._load(*key)
         self._graphs[key] = self._record(key)
 
     def _record(self, key: Key) -> Any:

@@ -22,6 +22,7 @@ class Recorder:
             stream,
             KEYS,
             lambda *key: self.did.append(("pad", key)),
+            lambda *key: self.did.append(("load", key)),
             lambda *key: self.did.append(("work", key)),
         )
         monkeypatch.setattr(self.graphs, "_record", self._record)
@@ -46,7 +47,7 @@ class Replay:
 
 
 def captured(*keys: Key) -> list[tuple[str, Key]]:
-    return [(what, key) for key in keys for what in ("pad", "work", "record")]
+    return [(what, key) for key in keys for what in ("pad", "load", "record")]
 
 
 def test_first_those_of_the_start_then_one_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
