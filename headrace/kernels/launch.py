@@ -140,6 +140,16 @@ class _Collected(Executor):
         return kernel
 
 
+class _Mode(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Triton's, but the first launch of a kernel is remembered at once, as Triton 3.7 does: 3.6
+    makes the key of each launch anew until all are compiled, where most are of a few kernels."""
+
+    def submit(self, key: str, compile_fn: Any, finalize_fn: Callable[[Any], None]) -> Any:
+        kernel = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(kernel)
+        return kernel
+
+
 @contextlib.contextmanager
 def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     """Inside, launches compile and do not run; at the end all compilations are done.
@@ -151,7 +161,7 @@ def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     key.wait()
     try:
         collected = _Collected()
-        with triton.AsyncCompileMode(collected, ignore_errors=trying):
+        with _Mode(collected, ignore_errors=trying):
             _compiling = True
             try:
                 yield
