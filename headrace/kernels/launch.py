@@ -22,7 +22,7 @@ from typing import Any
 
 import triton
 from triton.runtime._async_compile import active_mode
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import FileCacheManager, get_cache_manager
 from triton.runtime.driver import driver
 
 from headrace.kernels import key
@@ -76,11 +76,14 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
 
 
 def _on_disk(name: str) -> bool:
-    """Whether the cache holds what Triton keys by this name, as far as Triton itself looks."""
+    """Whether the cache holds what Triton keys by this name, as far as Triton itself looks. Of a
+    cache that is elsewhere nobody knows."""
     manager = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
-    names = [found.name for found in Path(manager.cache_dir).glob("__grp__*")]
-    groups = {name: manager.get_group(name) for name in (n.removeprefix("__grp__") for n in names)}
-    return any(name in (group or ()) for name, group in groups.items())
+    if not isinstance(manager, FileCacheManager):
+        return False
+    lists = [found.name for found in Path(manager.cache_dir).glob("__grp__*")]
+    groups = {file: manager.get_group(file) for file in (n.removeprefix("__grp__") for n in lists)}
+    return any(file in (group or ()) for file, group in groups.items())
 
 
 class _Collected(Executor):

@@ -13,6 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from headrace.kernels import launch
+
 SCRIPT = """
 import json, sys
 import torch
@@ -124,3 +128,8 @@ def test_children_compile_only_what_the_cache_lacks(tmp_path: Path) -> None:
     assert counts[-1] == [3, 2]
     lacked = (counts[0][0], 3 - counts[0][0])  # in the first round, and in the last
     assert children == [count for count in lacked if count > 1], "a single one is compiled here"
+
+
+def test_nobody_knows_what_a_cache_elsewhere_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "get_cache_manager", lambda key: object())
+    assert not launch._on_disk("a kernel")
