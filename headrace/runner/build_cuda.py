@@ -182,7 +182,8 @@ def build_runner(
         trial.compile(cores())
     with phase("run the largest step", report):
         probe = Probe(trial)
-        probe.run(0, min(plan.max_tokens, probe.room))
+        with trial.fewer_layers():  # each takes memory that the one before has given back
+            probe.run(0, min(plan.max_tokens, probe.room))
         probe.close()
         room = measure_room(trial, card)
         trial.close()

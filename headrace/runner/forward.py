@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -91,6 +91,7 @@ class Forward:
         self.model, self.place, self.state = model, place, state
         self.device = state.last.device
         self._attention = attention
+        self._blocks: Iterable[nn.Module] = model.blocks  # that a step goes through
         draws = place.buffers.logits.shape[0]
         self._draws = draws  # rows of logits there may be
         self._sizes: dict[Way, list[int]] = {
@@ -243,9 +244,20 @@ class Forward:
                 self._library.clear()
 
     def _graph_load(self, way: Way, size: int) -> None:
-        """Launch every kernel that the graph of that size holds, in as few layers as do."""
+        """Launch every kernel that the graph of that size holds."""
+        with self.fewer_layers():
+            self._graph_work(way, size)
+
+    @contextlib.contextmanager
+    def fewer_layers(self) -> Iterator[None]:
+        """Inside, steps go through as few layers as launch all kernels of a step, and take all the
+        memory that one takes. Their logits are of no use."""
         every = self.model.spec.foreign  # nobody knows what each of those launches
-        self._graph_work(way, size, self.model.blocks if every else self._each_kind())
+        self._blocks = self.model.blocks if every else self._each_kind()
+        try:
+            yield
+        finally:
+            self._blocks = self.model.blocks
 
     def _each_kind(self) -> list[nn.Module]:
         """Blocks that launch whatever all do: the first of each kind, for the matrices of a kind
@@ -253,12 +265,11 @@ class Forward:
         kinds = {kind: i for i, kind in reversed([*enumerate(self.model.spec.every_layer())])}
         return [self.model.blocks[i] for i in (*kinds.values(), -1)]
 
-    def _graph_work(self, way: Way, size: int, blocks: Iterable[nn.Module] | None = None) -> None:
-        """What the graph of that size holds (`blocks`: with these in the place of all). Only a step
-        of single tokens has its logits there: as many as tokens. Of a step with prompts most tokens
-        are not drawn from."""
+    def _graph_work(self, way: Way, size: int) -> None:
+        """What the graph of that size holds. Only a step of single tokens has its logits there:
+        as many as tokens. Of a step with prompts most tokens are not drawn from."""
         source = self._inputs[way]
-        self._layers(source, size, self._step(way, size), self._narrowed(way, size, 0), blocks)
+        self._layers(source, size, self._step(way, size), self._narrowed(way, size, 0))
         if way == "alone":
             self._logits(source, size, min(size, self._draws), None)
 
@@ -288,17 +299,11 @@ class Forward:
         return CudaOps(self.place, columns, source.ids[:tokens], step, wanted)
 
     def _layers(
-        self,
-        source: StepInput,
-        tokens: int,
-        step: StepAttention | LatentStep,
-        narrowed: int | None,
-        blocks: Iterable[nn.Module] | None = None,
+        self, source: StepInput, tokens: int, step: StepAttention | LatentStep, narrowed: int | None
     ) -> None:
         """The hidden states of the step's tokens, into the buffer of the residual stream; of those
         that are left where the step is narrowed, into the buffer `chosen`."""
-        ops = self._ops(source, tokens, step, narrowed)
-        x = self.model.through(self.model.blocks if blocks is None else blocks, ops)
+        x = self.model.through(self._blocks, self._ops(source, tokens, step, narrowed))
         buffers = self.place.buffers
         stream = buffers.x if narrowed is None else buffers.chosen
         assert narrowed == 0 or x.data_ptr() == stream.data_ptr(), "the stream left its buffer"
@@ -419,4 +424,4 @@ class Forward:
         if self._stream is not None:
             self._stream.synchronize()
         self.graphs.close()
-        del self.model, self.place, self.sampler, self.pooler, self.graphs
+        del self.model, self._blocks, self.place, self.sampler, self.pooler, self.graphs

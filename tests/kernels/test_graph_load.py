@@ -3,6 +3,7 @@ same kernels with the same constants, the same products, in fewer layers. Nothin
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from headrace.runner.calibrate import Probe
 from tests.golden.families import save
 from tests.kernels import test_cuda_runner
 from tests.kernels.conftest import CUDA
-from tests.kernels.test_cuda_runner import interpreted
+from tests.kernels.test_cuda_runner import MAX_TOKENS, interpreted
 
 pytestmark = pytest.mark.skipif(CUDA, reason="counts launches of Triton's interpreter")
 small = test_cuda_runner.small
@@ -87,3 +89,24 @@ def test_many_layers_are_loaded_by_two(tmp_path: Path, monkeypatch: pytest.Monke
         loaded = launches.taken()
         forward._graph_work("mixed", 8)
         assert loaded.total() < launches.taken().total() / 2
+
+
+def test_the_largest_step_is_seen_in_two_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels and products of a step are those of one in which every layer ran; and it takes
+    the memory that they take."""
+    _, files = save("qwen3", tmp_path, num_hidden_layers=8)
+    forward, seen = interpreted(files, folded=True)._forward, []
+    plan = Probe(forward)._plan([], [], 0, MAX_TOKENS)
+    assert forward.way(plan) == "eager"
+    with Launches(monkeypatch) as launches, torch.inference_mode():
+        for layers in (contextlib.nullcontext(), forward.fewer_layers(), contextlib.nullcontext()):
+            launches.taken()
+            with layers:
+                forward.run(plan)
+            seen.append(launches.taken())
+    every, fewer, again = seen
+    assert fewer.keys() == every.keys()
+    assert fewer.total() < every.total() / 2
+    assert again.total() == every.total()
