@@ -31,7 +31,7 @@ _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("gpu_memory_utilization", "prefill_attention", "cuda_graphs"),
     "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),
 }  # fmt: skip
-_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.043, 5.5
+_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.0445, 6
 _WITHOUT_GPU = "no NVIDIA GPU found"
 
 
@@ -155,8 +155,8 @@ def resolve_max_num_batched_tokens(settings: Settings, backend: str) -> Resolved
 def resolve_itl_target_s(settings: Settings, cost: StepCost | None) -> Resolved[float]:
     """The longest step, in seconds, while sequences decode; 0 = no limit.
 
-    `cost` is what the loaded runner knows of its steps. auto: 5.5 times the step that only reads
-    the weights, so that prompts get about four fifths of the time, in bounds that readers of a
+    `cost` is what the loaded runner knows of its steps. auto: six times the step that only reads
+    the weights, so that prompts get about five sixths of the time, in bounds that readers of a
     stream do not feel. Raises ConfigError for a limit that nothing could keep: without a cost.
     """
     if settings.itl_target_ms != "auto":

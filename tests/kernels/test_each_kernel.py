@@ -27,6 +27,7 @@ from tests.kernels import (
     test_elementwise,
     test_experts,
     test_flash_chunks,
+    test_gate_up_tiles,
     test_gather,
     test_latent,
     test_linear,
@@ -63,6 +64,9 @@ CASES: dict[str, Case] = {
     ),
     "linear_kernel": lambda on: test_linear.test_linear(3, 37, 53, test_linear.SPLIT, DTYPE, on),
     "gate_up_kernel": lambda on: test_linear.test_gate_up(40, 33, 48, test_linear.WIDE, DTYPE, on),
+    "gate_up_tiles_kernel": lambda on: test_gate_up_tiles.test_tiles(
+        17, 40, 72, test_gate_up_tiles.SMALL, True, torch.bfloat16, on
+    ),
     "qkv_kernel": lambda on: test_linear.test_qkv(6, 3, 1, 16, 53, test_linear.SPLIT, DTYPE, on),
     "_decode_kernel": lambda on: test_attention_decode.check(
         [1, 17, 75], d=80, dtype=DTYPE, padding=2
