@@ -31,7 +31,7 @@ from benchmarks.gpu.drive import (
     run_works,
 )
 from benchmarks.gpu.shapes import CONFIGS, shape_of, write_folder
-from benchmarks.gpu.work import LISTS, MODEL_LEN, Limits
+from benchmarks.gpu.work import LISTS, MODEL_LEN, Limits, chosen
 from headrace.models.shape import Shape
 
 
@@ -129,8 +129,6 @@ def main(
         start(folder, settings, start_only, Rows(None)).close()
         return
     rows = Rows(out, engine="headrace", shape=shape)
-    wanted = [part for part in only.split(",") if part]
-    chosen = [w for w in LISTS[works] if not wanted or any(part in w.name for part in wanted)]
     with tempfile.TemporaryDirectory() as empty:
         passed = ["--shape", shape, "--backend", backend, "--models", str(models)]
         passed += [part for item in given for part in ("--set", item)]
@@ -142,7 +140,9 @@ def main(
         llm = start(folder, settings, "in this process, limits included", rows)
         began_s = time.perf_counter()
         hit = ExpertsHit(llm, shape_of(shape))
-        run_works(generator(llm), chosen, shape_of(shape), limits, clock, rows, hit.facts)
+        run_works(
+            generator(llm), chosen(works, only), shape_of(shape), limits, clock, rows, hit.facts
+        )
         rows.say(measured_s=time.perf_counter() - began_s)
         llm.close()
 

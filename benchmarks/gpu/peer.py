@@ -41,7 +41,7 @@ from benchmarks.gpu.drive import (
     run_works,
 )
 from benchmarks.gpu.shapes import CONFIGS, shape_of, write_folder
-from benchmarks.gpu.work import LISTS, MODEL_LEN, Limits
+from benchmarks.gpu.work import LISTS, MODEL_LEN, Limits, chosen
 
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -170,6 +170,7 @@ def run_child(name: str, cache: Path, clock: Clock, arguments: list[str]) -> int
 @click.command()
 @click.option("--shape", type=click.Choice(sorted(CONFIGS)), default="qwen2.5-14b")
 @click.option("--works", type=click.Choice(sorted(LISTS)), default="all", show_default=True)
+@click.option("--only", default="", help="works whose name holds one of these, comma-separated")
 @click.option("--http", "over_http", is_flag=True, help="its HTTP server instead")
 @click.option("--flag", "flags", multiple=True, help="a flag of its HTTP server, --key=value")
 @click.option("--with-tokenizer", is_flag=True, help="its HTTP server with a made-up tokenizer")
@@ -181,6 +182,7 @@ def run_child(name: str, cache: Path, clock: Clock, arguments: list[str]) -> int
 def main(
     shape: str,
     works: str,
+    only: str,
     over_http: bool,
     flags: tuple[str, ...],
     with_tokenizer: bool,
@@ -199,13 +201,15 @@ def main(
     if child:
         llm = start(folder, child, rows)
         if child == "cold":
-            run_works(generator(llm), LISTS[works], shape_of(shape), limits_in(out), clock, rows)
+            of_list = chosen(works, only)
+            run_works(generator(llm), of_list, shape_of(shape), limits_in(out), clock, rows)
         return
     with tempfile.TemporaryDirectory() as cache:
         if over_http:
             measure_http(shape, folder, flags, Path(cache), clock, rows)
             return
         arguments = ["--shape", shape, "--works", works, "--models", str(models)]
+        arguments += ["--only", only] if only else []
         arguments += ["--out", str(out)] if out else []
         codes = [run_child("cold", Path(cache), clock, arguments)]
         if warm_start:

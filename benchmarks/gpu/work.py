@@ -78,6 +78,12 @@ SMALL = (  # a few seconds on a processor, with the shape `tiny`
 LISTS = {"all": ALL, "small": SMALL}
 
 
+def chosen(works: str, only: str) -> list[Work]:
+    """Those of a list whose name holds one of the comma-separated parts of `only`; "" = all."""
+    parts = [part for part in only.split(",") if part]
+    return [work for work in LISTS[works] if not parts or any(part in work.name for part in parts)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Measured rates of a device, a second."""

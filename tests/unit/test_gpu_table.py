@@ -13,7 +13,7 @@ from benchmarks.gpu.client import Choice, has_token, percentile_ms
 from benchmarks.gpu.drive import limits_row
 from benchmarks.gpu.peer import limits_in
 from benchmarks.gpu.table import Line, Rows, facts, lines, main, stem
-from benchmarks.gpu.work import Limits
+from benchmarks.gpu.work import LISTS, Limits, chosen
 
 WAVE = "wave 8x(32->75)"
 
@@ -141,3 +141,9 @@ def test_percentiles() -> None:
     assert percentile_ms([], 50) is None
     assert percentile_ms([0.003, 0.001, 0.002], 50) == pytest.approx(2.0)
     assert percentile_ms([0.001] * 99 + [1.0], 99) == pytest.approx(1000.0)
+
+
+def test_works_by_parts_of_their_names() -> None:
+    assert chosen("all", "") == list(LISTS["all"])
+    names = [work.name for work in chosen("all", "prefill 1x,32x(4096")]
+    assert names == ["prefill 1x(2048->1)", "prefill 1x(8000->1)", "batch 32x(4096->256)"]
