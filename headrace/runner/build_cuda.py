@@ -200,7 +200,8 @@ def build_runner(
     kernels = kernels_info(chosen, card)
     report(kernels.reason, 0.0)
     with phase("measure the time of steps", report):
-        cost = measure_cost(forward, plan.max_tokens)
+        limited = settings.itl_target_ms == "auto" or float(settings.itl_target_ms) > 0
+        cost = measure_cost(forward, plan.max_tokens, limited=limited)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
     lines = _lines(forward, buffers, plan, room, free_bytes)
     capacity = _capacity(model, plan, blocks.value, cost, kernels, card)

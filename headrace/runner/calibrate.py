@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,12 +25,16 @@ _BETWEEN = (64, 128, 256)
 _SHARE_OF_READ = 0.85  # of the rate the weights are read with, for KV of decode rows
 
 
-def measure_cost(forward: Forward, max_tokens: int) -> StepCost:
+def measure_cost(forward: Forward, max_tokens: int, *, limited: bool) -> StepCost:
     """Times every size of a mixed graph without context, and at the end of a long one those that
-    tell the others."""
+    tell the others. Where steps are not `limited` by what they take, nobody asks for the price of
+    each size: two of them tell the rest."""
     probe = Probe(forward)
     most = min(max_tokens, MIXED_SIZES[-1], probe.room)
     sizes = sorted({most, *(size for size in MIXED_SIZES if size < most)})
+    middle = sizes[len(sizes) // 2]
+    if not limited:
+        sizes = sorted({middle, most})
     far = max(0, min(8 * most, probe.room) - most)
     floor_s = probe.seconds(0, 1)
     near_s = [probe.seconds(0, size) for size in sizes]
@@ -42,20 +47,17 @@ def measure_cost(forward: Forward, max_tokens: int) -> StepCost:
     parameters = forward.model.parameters()
     weights = sum(p.numel() * p.element_size() for p in parameters if p.is_cuda)
     read_s = floor_s * forward.store.token_bytes / weights / _SHARE_OF_READ
-    half = len(sizes) // 2
-    token_s = (size_s[-1] - size_s[half]) / max(1, sizes[-1] - sizes[half])
-    token_s = max(token_s, size_s[-1] / sizes[-1] / 2)
-    base_s = max(0.0, size_s[-1] - token_s * sizes[-1])
-    return StepCost(
-        floor_s,
-        token_s,
-        base_s,
-        size_pair_s[-1],
-        read_s,
-        _TILE,
-        (1, *sizes),
-        (floor_s, *size_s),
-        (size_pair_s[0], *size_pair_s),
+    token_s = (size_s[-1] - size_s[sizes.index(middle)]) / max(1, most - middle)
+    token_s = max(token_s, size_s[-1] / most / 2)
+    base_s = max(0.0, size_s[-1] - token_s * most)
+    cost = StepCost(floor_s, token_s, base_s, size_pair_s[-1], read_s, _TILE)
+    if not limited:
+        return cost
+    return msgspec.structs.replace(
+        cost,
+        sizes=(1, *sizes),
+        size_s=(floor_s, *size_s),
+        size_pair_s=(size_pair_s[0], *size_pair_s),
     )
 
 

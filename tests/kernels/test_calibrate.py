@@ -7,6 +7,7 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -79,7 +80,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def test_predictions_hold_though_few_steps_are_timed(card: Card) -> None:
-    cost = measure_cost(card, 8192)  # type: ignore[arg-type]
+    cost = measure_cost(card, 8192, limited=True)  # type: ignore[arg-type]
     for size in MIXED_SIZES:
         for start in (0, 2000, 7000, 20_000):
             pairs = size * (start + size / 2)
@@ -92,10 +93,22 @@ def test_predictions_hold_though_few_steps_are_timed(card: Card) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 32, 64, 256, 500])
 def test_small_steps(card: Card, max_tokens: int) -> None:
-    cost = measure_cost(card, max_tokens)  # type: ignore[arg-type]
+    cost = measure_cost(card, max_tokens, limited=True)  # type: ignore[arg-type]
     assert cost.sizes[-1] == max_tokens
     pairs = max_tokens * (3 * max_tokens + max_tokens / 2)
     assert cost.seconds(max_tokens, pairs, 0) == pytest.approx(step_s(max_tokens, pairs), rel=0.03)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 64, 8192])
+def test_steps_without_a_limit_are_priced_alike(card: Card, max_tokens: int) -> None:
+    """What parts a step's time among its rows asks for no sizes."""
+    every = measure_cost(card, max_tokens, limited=True)  # type: ignore[arg-type]
+    card.ran.clear()
+    few = measure_cost(card, max_tokens, limited=False)  # type: ignore[arg-type]
+    assert few.sizes == few.size_s == few.size_pair_s == ()
+    given, wanted = (msgspec.structs.astuple(cost)[:6] for cost in (few, every))
+    assert given == pytest.approx(wanted, abs=1e-12)
+    assert len(card.ran) <= 8
 
 
 def test_a_step_to_see_its_memory_is_one_step(card: Card) -> None:
