@@ -68,8 +68,8 @@ class Supervisor:
             try:
                 os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.folder / "metrics")
                 (self.folder / "metrics").mkdir()
+                self._start_engine()  # first: it takes longest
                 self._start_telemetry()
-                self._start_engine()
                 for worker in range(self.workers.value):
                     self.api.append(self._start_api(worker))  # `_stop` knows what started
                 return self._watch(wake)

@@ -123,6 +123,21 @@ def two_started() -> bool:
     return len([name for name in names if name.startswith("headrace-")]) == 2
 
 
+def test_the_engine_starts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longest; what watches it is imported meanwhile."""
+    began = list[str]()
+    for what in ("engine", "telemetry"):
+        start = getattr(Supervisor, f"_start_{what}")
+
+        def noted(server: Supervisor, what: str = what, start: Any = start) -> None:
+            began.append(what)
+            start(server)
+
+        monkeypatch.setattr(Supervisor, f"_start_{what}", noted)
+    serve(monkeypatch, lasting, refusing)
+    assert began == ["engine", "telemetry"]
+
+
 def test_http_processes_that_cannot_start_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = serve(monkeypatch, lasting, refusing)
     assert code == supervisor.EXIT_SETUP
