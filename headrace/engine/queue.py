@@ -30,13 +30,26 @@ class Entry(NamedTuple):
 class WaitQueue:
     """The waiting sequences, in two orders: by key, and by the time they began to wait."""
 
-    __slots__ = ("_by_key", "_by_time", "_live", "_pushed", "rows", "tokens")
+    __slots__ = (
+        "_aside",
+        "_by_key",
+        "_by_time",
+        "_live",
+        "_passed_by_key",
+        "_passed_by_time",
+        "_pushed",
+        "rows",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self._by_key: list[Entry] = []
         self._by_time: deque[Entry] = deque()
         self._live = 0
         self._pushed = 0
+        self._aside: set[int] = set()  # numbers of entries
+        self._passed_by_key: list[Entry] = []  # of these, those that `first` took out
+        self._passed_by_time: list[Entry] = []  # and `oldest`, in their order
         self.rows = 0  # device rows that all waiting sequences would take
         self.tokens = 0  # of all their prompts, and of what they drew before a preemption
 
@@ -68,18 +81,36 @@ class WaitQueue:
             self._sweep()
 
     def first(self) -> Sequence | None:
-        """The waiting sequence with the best key."""
+        """The waiting sequence with the best key, of those that are not set aside."""
         heap = self._by_key
-        while heap and heap[0].sequence.queued is not heap[0]:
-            heappop(heap)
+        while heap and (heap[0].sequence.queued is not heap[0] or heap[0].number in self._aside):
+            entry = heappop(heap)
+            if entry.number in self._aside:
+                self._passed_by_key.append(entry)
         return heap[0].sequence if heap else None
 
     def oldest(self) -> tuple[Sequence, float] | None:
-        """The sequence that has waited longest, and since when."""
+        """The sequence that has waited longest, of those that are not set aside, and since when."""
         line = self._by_time
-        while line and line[0].sequence.queued is not line[0]:
-            line.popleft()
+        while line and (line[0].sequence.queued is not line[0] or line[0].number in self._aside):
+            entry = line.popleft()
+            if entry.number in self._aside:
+                self._passed_by_time.append(entry)
         return (line[0].sequence, line[0].since_s) if line else None
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """It goes on waiting, and others are looked at, until `restore`."""
+        assert sequence.queued is not None, "a sequence that does not wait is set aside"
+        self._aside.add(sequence.queued.number)
+
+    def restore(self) -> None:
+        """All that were set aside stand where they stood."""
+        if self._aside:
+            for entry in self._passed_by_key:
+                heappush(self._by_key, entry)
+            self._by_time.extendleft(reversed(self._passed_by_time))
+            self._passed_by_key, self._passed_by_time = [], []
+            self._aside.clear()
 
     def _sweep(self) -> None:
         self._by_key = [entry for entry in self._by_key if entry.sequence.queued is entry]

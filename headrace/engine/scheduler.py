@@ -2,9 +2,10 @@
 
 One plan, in order: a better class takes the place of a worse one; every running sequence past its
 prompt gets one token; what is left of the budget (`engine.budget`) goes to prompts, those that run
-and those that are admitted, best key first. Nothing is admitted past a sequence that does not fit,
-or that waits because a step computes its prompt's beginning for another (`_has_twin`). Tokens that
-a grammar forced are like those of a prompt that runs, but for their memory.
+and those that are admitted, best key first. Nothing is admitted past a sequence that does not fit.
+One that fits, but whose prompt's beginning a step computes for another (`_has_twin`), is set aside
+for this plan: others are admitted past it, as long as its rows and blocks stay free (`Kept`).
+Tokens that a grammar forced are like those of a prompt that runs, but for their memory.
 With `prompts_first` a step that waiting prompts fill is theirs alone: sequences that decode then
 all decode together afterwards, in fewer and fuller steps. For who waits for whole answers.
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 from bisect import insort
 from operator import attrgetter
+from typing import NamedTuple
 
 from headrace.config import Settings
 from headrace.engine.budget import Budget
@@ -35,9 +37,12 @@ from headrace.engine.protocol import Capacity
 from headrace.engine.queue import WaitQueue
 from headrace.engine.request import NO_ROW, Request, Sequence
 from headrace.engine.stats import Tally
+from headrace.engine.underway import Underway
 from headrace.kv.cache import KVCache
 
 TWIN_TOKENS, TWIN_SHARE = 128, 4  # and at least one part in so many of a prompt: `_has_twin`
+MOST_ASIDE = 32  # sequences: a plan looks at no more of those that wait for a twin
+ASIDE_STEPS = 8  # tokens that others may draw meanwhile
 WATERMARK = 0.01  # of all blocks; at least one block
 HEADROOM_TOKENS = 128
 HEADROOM_SHARE = 4  # one part in this many of the pool is the most
@@ -45,6 +50,16 @@ PRESSURE_STEP = 0.25  # what a preemption adds to the pressure, at most 1 in all
 PRESSURE_DECAY = 0.995  # per step
 PRESSURE_OFF = 0.01
 _KEY = attrgetter("key")
+
+
+class Kept(NamedTuple):
+    """What a plan leaves for the sequences that it set aside, so that they can be admitted as soon
+    as their prompt's beginning is computed. growth_blocks: what they may ask for later."""
+
+    sequences: int = 0
+    rows: int = 0
+    blocks: int = 0
+    growth_blocks: int = 0
 
 
 class Scheduler:
@@ -57,6 +72,8 @@ class Scheduler:
         self.budget = budget
         self.rows = min(settings.max_num_seqs, capacity.max_rows)
         self.queue = WaitQueue()
+        self._underway = Underway(kv)
+        self._kept = Kept()
         self.running: list[Sequence] = []  # by key; those that left have row NO_ROW until swept
         self.resident_requests = 0  # requests with at least one row
         self.launched = 0  # number of the newest step
@@ -66,6 +83,7 @@ class Scheduler:
         self.growth_blocks = 0  # what all running sequences may still ask for
         self.claimed_blocks = 0  # what layers with a window may still take for known tokens
         self.static = settings.scheduling_policy == "static"
+        self._shares = kv.prefix_caching and not self.static  # one waits for what another computes
         self._max_tokens = settings.max_num_batched_tokens
         self._ages = settings.scheduling_policy == "priority"
         self._max_wait_s = settings.max_wait_s
@@ -106,6 +124,7 @@ class Scheduler:
             self._left = False
         if not self.running and not self.queue:
             return None
+        self._underway.land()
         self._pressure *= PRESSURE_DECAY if self._pressure > PRESSURE_OFF else 0.0
         self._make_way(now)
         draft = Draft()
@@ -145,9 +164,7 @@ class Scheduler:
         left = self.kv.free_blocks - self.claimed_blocks - self._spare(head) - count
         if left < self.kv.blocks_for(self._max_tokens):
             return False
-        if head.settled > self.kv.finished_step or self._has_twin(head):
-            return False
-        return self._fits(head, self.kv.free_blocks)
+        return self._may_place(head) and not self._has_twin(head)
 
     # ------------------------------------------------------------ decode
 
@@ -199,7 +216,8 @@ class Scheduler:
         """Spend the rest of the budget on prompts, best key first."""
         closed = draft.stalled or (self.static and bool(self.running))
         if self.static and not closed:
-            while (head := self.queue.first()) is not None and self._place(head, draft, now):
+            while (head := self.queue.first()) is not None and self._may_place(head):
+                self._place(head, draft, now)
                 prefills.append(head)
             closed = True
         prefills.reverse()  # so that pop() takes the best
@@ -209,10 +227,16 @@ class Scheduler:
                 if not prefills:
                     break
                 self._chunk(prefills.pop(), draft)
-            elif self._place(head, draft, now):
-                self._chunk(head, draft)
-            else:
+            elif not self._may_place(head):
                 closed = True
+            elif self._has_twin(head):
+                self._set_aside(head)
+                closed = self._kept.sequences == MOST_ASIDE
+            else:
+                self._place(head, draft, now)
+                self._chunk(head, draft)
+        self.queue.restore()
+        self._kept = Kept()
 
     def _chunk(self, sequence: Sequence, draft: Draft) -> None:
         """As much of what the sequence brought as budget and memory of layers with a window allow;
@@ -230,6 +254,8 @@ class Scheduler:
         complete = start + count == sequence.base
         unwritten = sequence.planned < sequence.cached
         draft.chunk(sequence, count, unwritten=unwritten, samples=complete)
+        if self._shares:
+            self._underway.note(self.launched + 1, sequence, count)
         sequence.planned += count
         self._claim(sequence, 0 if complete else kv.claim(sequence.table, sequence.base))
         if complete:
@@ -264,33 +290,47 @@ class Scheduler:
                 return oldest[0]
         return self.queue.first()
 
+    def _may_place(self, sequence: Sequence) -> bool:
+        """Rows and memory allow it now; it is not one that was preempted in this very plan, whose
+        last draw is in flight."""
+        settled = sequence.settled <= self.kv.finished_step
+        return settled and self._fits(sequence, self.kv.free_blocks)
+
     def _fits(self, sequence: Sequence, free_blocks: int) -> bool:
-        if len(self._free_rows) < sequence.request.rows:
+        kept, rows = self._kept, sequence.request.rows
+        if len(self._free_rows) - kept.rows < rows:
             return False
-        need = self._need(sequence)
-        return need <= free_blocks - self.claimed_blocks - self._spare(sequence)
+        left = free_blocks - self.claimed_blocks - self._spare(sequence) - kept.blocks
+        if kept.sequences:  # those it passes are to fit some steps later
+            left -= (len(self.running) + rows) * self._most(ASIDE_STEPS) + self._forks(sequence)
+        return self._need(sequence) <= left
+
+    def _most(self, tokens: int) -> int:
+        """Blocks for so many tokens of a sequence."""
+        return self.kv.most_held(self.kv.blocks_for(tokens))
+
+    def _forks(self, sequence: Sequence) -> int:
+        """Blocks by which `_spare` grows when the sequence is forked."""
+        return (sequence.request.rows - 1) * self._most(self.headroom_tokens)
 
     def _has_twin(self, sequence: Sequence) -> bool:
         """A step in flight, or this one, computes a good part of its prompt for somebody ahead of
         it: one step later it finds that in the cache. Nobody waits for long so: who is ahead is
         computed first anyway."""
-        if self.static or sequence.whole or not self.kv.prefix_caching:
+        if not self._shares or sequence.whole:
             return False
-        own, root = sequence.tokens, sequence.table.root
-        for other in self.running:
-            begun = other.computed
-            if other.planned < begun + self.twin_tokens or other.row == NO_ROW:
-                continue
-            end = begun + max(self.twin_tokens, (len(own) - begun) // TWIN_SHARE)
-            if (
-                end <= min(other.planned, len(other.tokens), len(own))
-                and other.key < sequence.key
-                and own[end - 1] == other.tokens[end - 1]
-                and other.table.root == root
-                and own[:end] == other.tokens[:end]
-            ):
-                return True
-        return False
+        return self._underway.has_ahead(sequence, self.twin_tokens, TWIN_SHARE)
+
+    def _set_aside(self, sequence: Sequence) -> None:
+        """Look at those behind it, and leave it what it needs."""
+        sequences, rows, blocks, growth_blocks = self._kept
+        self._kept = Kept(
+            sequences + 1,
+            rows + sequence.request.rows,
+            blocks + self._need(sequence) + self._forks(sequence),
+            growth_blocks + self._growth(sequence),
+        )
+        self.queue.set_aside(sequence)
 
     def _need(self, sequence: Sequence) -> int:
         """Free blocks that its admission takes and claims."""
@@ -301,9 +341,8 @@ class Scheduler:
         """Blocks that an admission leaves free; none when it would run alone."""
         if not self.running:
             return 0
-        growth = self.growth_blocks + self._growth(candidate)
-        each = self.kv.most_held(self.kv.blocks_for(self.headroom_tokens))
-        soon = (len(self.running) + 1) * each
+        growth = self.growth_blocks + self._kept.growth_blocks + self._growth(candidate)
+        soon = (len(self.running) + self._kept.sequences + 1) * self._most(self.headroom_tokens)
         headroom = min(growth, soon, self.kv.size // HEADROOM_SHARE)
         return self._watermark + max(headroom, int(self._pressure * growth))
 
@@ -317,14 +356,8 @@ class Scheduler:
         self.claimed_blocks += blocks - sequence.claim
         sequence.claim = blocks
 
-    def _place(self, sequence: Sequence, draft: Draft, now: float) -> bool:
-        """Admit the sequence if rows and memory allow: it leaves the queue and holds its blocks."""
-        if sequence.settled > self.kv.finished_step:
-            return False  # preempted in this very plan: its last draw is in flight
-        if self._has_twin(sequence):
-            return False
-        if not self._fits(sequence, self.kv.free_blocks):
-            return False
+    def _place(self, sequence: Sequence, draft: Draft, now: float) -> None:
+        """Admit the sequence: it leaves the queue and holds its blocks. Needs: `_may_place`."""
         request = sequence.request
         self._aged_last = sequence is not self.queue.first()
         self.queue.remove(sequence)
@@ -344,7 +377,6 @@ class Scheduler:
         self.growth_blocks += self._growth(sequence)
         self._tally.recomputed_tokens += max(0, sequence.peak - sequence.planned)
         self._account(request, sequence, now)
-        return True
 
     def _account(self, request: Request, sequence: Sequence, now: float) -> None:
         if request.resident == 0:

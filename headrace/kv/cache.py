@@ -215,6 +215,17 @@ class KVCache:
         revived = sum(1 for block in hits if references[block] == 0)
         return self.blocks_for(upto_tokens) - len(hits) + revived
 
+    def hits(self, table: Table, tokens: Sequence[int]) -> int:
+        """Blocks of a sequence that `match` would find."""
+        return len(self._hits(table, tokens))
+
+    def digests(self, table: Table, tokens: Sequence[int], first: int, end: int) -> list[bytes]:
+        """Of blocks [first, end) of the sequence, all of them full: what the prefix index knows
+        them by once they are computed."""
+        for i in range(len(table.digests), end):
+            self._digest(table, tokens, i)
+        return table.digests[first:end]
+
     def match(self, table: Table, tokens: Sequence[int]) -> int:
         """Take references on the longest cached prefix of `tokens`; returns its tokens.
 

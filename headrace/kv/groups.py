@@ -172,6 +172,10 @@ class GroupedCache(KVCache):
             need += new
         return need
 
+    def hits(self, table: Table, tokens: Sequence[int]) -> int:
+        """See `KVCache`."""
+        return self._found(table, tokens)[0]
+
     def match(self, table: Table, tokens: Sequence[int]) -> int:
         """See `KVCache`."""
         assert isinstance(table, GroupTable), "a table of another cache"

@@ -48,6 +48,7 @@ def test_hits_are_full_blocks_of_an_equal_prefix(make: Make) -> None:
     cases = [(11, 8), (8, 8), (7, 4), (3, 0), (12, 8)]
     for length, cached in cases:
         table = kv.open("", "")
+        assert kv.hits(table, TOKENS[:length]) == cached // 4
         assert kv.match(table, TOKENS[:length]) == cached
         assert table.blocks == first.blocks[: cached // 4]
         kv.release(table, 0)

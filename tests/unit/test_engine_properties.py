@@ -202,6 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert scheduler.growth_blocks == sum(scheduler._growth(s) for s in here)
             assert scheduler.claimed_blocks == sum(s.claim for s in here) >= 0
             assert [s.key for s in here] == sorted(s.key for s in here)
+            assert len(scheduler._underway._steps) <= 2, "steps that finished are kept"
             kv = self.rig.kv
             for s in here:
                 if s.computed >= s.base:

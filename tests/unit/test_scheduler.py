@@ -323,55 +323,6 @@ def test_static_batches_run_to_their_end(overlap: bool) -> None:
     rig.check_idle()
 
 
-# ---------------------------------------------------------------- twins
-
-
-@LOOPS
-@pytest.mark.parametrize("chunk", [512, 60])
-def test_who_comes_while_its_beginning_is_computed_waits_for_it(overlap: bool, chunk: int) -> None:
-    """One step later, and then it computes its own end alone; so do all that came with it."""
-    rig = Rig(400, overlap=overlap, max_num_batched_tokens=chunk)
-    rig.engine.scheduler.twin_tokens = 20
-    shared = [i * i % 256 for i in range(200)]
-    rig.submit([*shared, 1, 2, 3], 6)
-    rig.turn()
-    for i in range(3):
-        rig.submit([*shared, 4 + i, 5, 6, 7], 6)
-    rig.run()
-    assert sum(prefill_tokens(plan) for plan in rig.plans) == 203 + 3 * 4
-    assert [done.cached_tokens for done in rig.dones.values()] == [0, 200, 200, 200]
-    rig.check_tokens()
-    rig.check_idle()
-
-
-@LOOPS
-def test_who_has_little_in_common_or_another_salt_does_not_wait(overlap: bool) -> None:
-    rig = Rig(400, overlap=overlap, max_num_batched_tokens=512)
-    rig.engine.scheduler.twin_tokens = 40
-    shared = [i * i % 256 for i in range(100)]
-    rig.submit([*shared, 1], 6)
-    rig.submit([*shared[:44], *range(160)], 6)  # less than a quarter of what it computes
-    rig.submit([*shared, 2], 6, cache_salt="other")
-    rig.submit([*shared, 3], 6, prompt_logprobs=0)  # every token of its prompt is computed
-    rig.run()
-    assert len(rig.plans[0].joins) == 4
-    rig.check_tokens()
-
-
-@LOOPS
-def test_a_better_class_waits_for_nobody_behind_it(overlap: bool) -> None:
-    rig = Rig(400, overlap=overlap, max_num_batched_tokens=60, scheduling_policy="priority")
-    rig.engine.scheduler.twin_tokens = 40
-    shared = [i * i % 256 for i in range(200)]
-    rig.submit([*shared, 1], 2, priority=5)
-    rig.turn()
-    rig.turn()
-    urgent = rig.submit([*shared, 2], 2, priority=0)
-    rig.run()
-    assert first_tokens(rig)[0] == urgent
-    rig.check_tokens()
-
-
 # ---------------------------------------------------------------- history
 
 
