@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -95,7 +96,8 @@ def measure_limits(backend: str, rows: Rows) -> Limits:
     on_card = backend == "cuda"
     device = torch.device("cuda" if on_card else "cpu")
     found = limits.measure(device) if on_card else limits.measure(device, 1 << 24, 256)
-    rows.say(card=limits.card_name(device), torch=torch.__version__, **limits_row(found))
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    rows.say(card=limits.card_name(device), **versions, **limits_row(found))
     return found
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import json
 import math
-import platform
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -212,9 +211,10 @@ def _streams(rows: Rows) -> list[Line]:
 
 def facts(rows: Rows) -> dict[str, str]:
     """Card, versions, date."""
-    known: dict[str, str] = {"python": platform.python_version()}
+    known: dict[str, str] = {}
     for row in rows.all:
-        known |= {key: str(row[key]) for key in ("card", "torch", "triton", "shape") if key in row}
+        told = [key for key in ("card", "python", "torch", "triton", "shape") if key in row]
+        known |= {key: str(row[key]) for key in told}
         known |= {
             key.removesuffix("_s"): f"{row[key]:.3g}/s" for key in row if key.startswith("limit_")
             and key != "limit_s"
