@@ -55,16 +55,17 @@ def reusable(
     hold.
 
     holds(window, i): layers with that window have block i. Each of `windows` wants those of the
-    last window before the end. O(end), for each window.
+    last window before the end. O(end) for each window: no block is asked for twice.
     """
-    windows = list(windows)
+    lows = dict.fromkeys(windows, end)  # window -> blocks from here to the end are there
     settled = False
     while not settled:  # a hole moves the end before it, for all windows
         settled = True
-        for window in windows:
-            at, first = end, first_read(window, block_size, end)
+        for window, low in lows.items():
+            at, first = min(low, end), first_read(window, block_size, end)
             while at > first and holds(window, at - 1):
                 at -= 1
+            lows[window] = at
             if at > first:
                 end, settled = at - 1, False
     return end

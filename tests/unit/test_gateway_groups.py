@@ -22,7 +22,6 @@ from headrace.gateway.subscriber import EventSource
 from headrace.gateway.worker import Worker
 from headrace.kv.events import EventLog, Scope
 from headrace.kv.prefix import block_digest, root_digest
-from headrace.kv.room import reusable
 from tests.unit.engine_rig import Rig
 from tests.unit.kv_place import Place
 from tests.unit.kv_subscriber import PlainSubscriber
@@ -99,18 +98,6 @@ def test_predicted_hits_are_the_engines(windows: tuple[int, ...], overlap: bool)
 def _full(index: BlockIndex, prompt: list[int]) -> int:
     """What layers that keep all tokens hold."""
     return index.match(token_chain(prompt, root_of(""), SIZE), ["w"])[0] * SIZE
-
-
-def test_a_hole_ends_the_prefix_before_it() -> None:
-    def of(held: set[int], end: int, window: int = 8) -> int:
-        return reusable(end, [window], 4, lambda _, at: at in held)
-
-    assert of({8, 9}, 10) == 10
-    assert of({7, 8}, 10) == 9, "blocks 7 and 8 are the window before block 9"
-    assert of({7, 9}, 10) == 0
-    assert of({0, 9}, 10) == 1, "nothing lies before the first block"
-    assert of({7, 8}, 10, 9) == 0, "a window of 9 tokens reads a third block"
-    assert reusable(10, [], 4, lambda _, __: False) == 10
 
 
 def test_who_comes_late_hears_of_all_groups() -> None:
