@@ -64,7 +64,8 @@ def measure_cost(forward: Forward, max_tokens: int, *, limited: bool) -> StepCos
 def _pair_seconds(probe: Probe, sizes: list[int], near_s: list[float], far: int) -> list[float]:
     """Of each size, a pair of a prompt's token and one that it sees; `far`: of these, beyond the
     step's own."""
-    timed = [i for i, size in enumerate(sizes) if size not in _BETWEEN or size == sizes[-1]]
+    ends = sizes[0], sizes[-1]
+    timed = [i for i, size in enumerate(sizes) if size not in _BETWEEN or size in ends]
     more_s = [max(0.0, probe.seconds(far, sizes[i]) - near_s[i]) for i in timed]
     every_s = np.interp(sizes, [sizes[i] for i in timed], more_s)
     return [float(more) / (size * far) for more, size in zip(every_s, sizes, strict=True)]

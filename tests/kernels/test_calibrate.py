@@ -99,7 +99,7 @@ def test_small_steps(card: Card, max_tokens: int) -> None:
     assert cost.seconds(max_tokens, pairs, 0) == pytest.approx(step_s(max_tokens, pairs), rel=0.03)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 64, 8192])
+@pytest.mark.parametrize("max_tokens", [1, 64, 512, 8192])
 def test_steps_without_a_limit_are_priced_alike(card: Card, max_tokens: int) -> None:
     """What parts a step's time among its rows asks for no sizes."""
     every = measure_cost(card, max_tokens, limited=True)  # type: ignore[arg-type]
