@@ -31,8 +31,7 @@ class Graphs:
     work(way, tokens) queues what a graph holds; load(way, tokens) queues each of its kernels at
     least once, for none may come to the device while a graph is recorded; pad(way, tokens) comes
     before both and lets them find padding alone, so that nothing changes that anybody reads later.
-    Without a `stream` there are
-    no graphs. Everything is called on that stream, by one thread.
+    Without a `stream` there are no graphs. Everything is called on that stream, by one thread.
     """
 
     def __init__(
