@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,18 @@ MIN_MISS_TOKENS = 128  # predicted; below, a miss is noise of the estimate
 
 MOST_SAME = 50  # of an id, named beside the newest
 MOST_CANDIDATES = 2**18  # of all decisions: about 64 MiB, however many workers there are
+
+
+class _Placed(NamedTuple):
+    """One attempt, as `Decisions.decided` hears of it."""
+
+    number: int
+    request_id: str
+    after_s: float
+    tenant: str
+    prompt: Prompt
+    placement: Placement
+    at_s: float  # wall clock
 
 
 class _Kept(msgspec.Struct):
@@ -51,7 +63,7 @@ class Decisions:
         self._all: OrderedDict[int, _Kept] = OrderedDict()
         self._by_id: dict[str, list[_Kept]] = {}  # of `_all`, the newest last
         self._candidates = 0  # of `_all`
-        self._new: list[tuple[int, str, float, str, Prompt, Placement, float]] = []  # not filed yet
+        self._new: list[_Placed] = []  # not filed yet
 
     @property
     def _kept(self) -> OrderedDict[int, _Kept]:
@@ -60,8 +72,8 @@ class Decisions:
         """
         if self._new:
             new, self._new = self._new, []
-            for decision in new:
-                self._file(*decision)
+            for one in new:
+                self._file(one)
         return self._all
 
     def decided(
@@ -73,27 +85,19 @@ class Decisions:
         prompt: Prompt,
         placed: Placement,
     ) -> None:
-        """A worker was chosen."""
+        """A worker was chosen, so many seconds after the request came."""
         if self._most:
-            self._new.append((number, request_id, after_s, tenant, prompt, placed, time.time()))
+            made = number, request_id, after_s, tenant, prompt, placed, time.time()
+            self._new.append(_Placed(*made))
 
-    def _file(
-        self,
-        number: int,
-        request_id: str,
-        after_s: float,
-        tenant: str,
-        prompt: Prompt,
-        placed: Placement,
-        at_s: float,
-    ) -> None:
-        kept = self._all.get(number)
+    def _file(self, one: _Placed) -> None:
+        kept = self._all.get(one.number)
         if kept is None:
-            kept = _Kept(number, request_id, _facts(prompt), tenant, at_s, [])
-            self._all[number] = kept
-            self._by_id.setdefault(request_id, []).append(kept)
-        kept.tries.append((after_s, placed))
-        self._candidates += len(placed.view.workers)
+            kept = _Kept(one.number, one.request_id, _facts(one.prompt), one.tenant, one.at_s, [])
+            self._all[one.number] = kept
+            self._by_id.setdefault(one.request_id, []).append(kept)
+        kept.tries.append((one.after_s, one.placement))
+        self._candidates += len(one.placement.view.workers)
         while len(self._all) > self._most or (
             self._candidates > MOST_CANDIDATES and len(self._all) > 1
         ):
