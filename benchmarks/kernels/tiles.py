@@ -6,8 +6,9 @@ Under a load that lasts: a card that has computed for tenths of a second is at i
 and what is fastest in a burst may not be so there. Each candidate runs for a quarter of a second,
 twice; the second half of each run counts, the better of both. Checks the fastest against float64;
 the library keeps a size where ours gains less than a hundredth, and so does what the size before
-has. Writes an entry for each number of tokens that has another; `scripts/tune_step --merge` puts
-them into the card's file of `headrace.kernels.tuned`.
+has. Writes an entry for the first number of tokens, and for each that has another configuration
+than the one before; `scripts/tune_step --merge` puts them into the card's file of
+`headrace.kernels.tuned`, in place of all that it has of the shape.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def main() -> None:
         print(f"{tokens} tokens: {'library' if config is None else config}", flush=True)
         for name, time_us in sorted(us.items(), key=lambda item: item[1]):
             print(f"  {time_us:8.1f} us {flops / time_us / 1e6:6.1f} TFLOP/s  {name}", flush=True)
-        if config == before:
+        if made and config == before:
             continue
         before, chosen = config, "library" if config is None else str(config)
         times = {"us": round(us[chosen], 1), "library_us": round(us["library"], 1)}

@@ -226,7 +226,8 @@ def run(tuner: Tuner, *, most: int, layers: int, card: str) -> dict[str, Any]:
 
 
 def merged(made: dict[str, Any], path: Path) -> dict[str, Any]:
-    """With the entries that the file holds for other shapes and buckets."""
+    """With the entries that the file holds for other shapes and buckets. Tiles of one shape stay
+    together: each is for all numbers of tokens up to the next."""
     if not path.exists():
         return made
     held: dict[str, Any] = json.loads(path.read_text())
@@ -242,7 +243,7 @@ def merged(made: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _key(one: dict[str, Any]) -> dict[str, Any]:
     """What an entry is for: its shape and bucket."""
-    names = ("kind", "n", "k", "heads", "kv_heads", "head_dim", "bucket", "tokens")
+    names = ("kind", "n", "k", "heads", "kv_heads", "head_dim", "bucket")
     return {name: one[name] for name in names if name in one}
 
 

@@ -46,11 +46,11 @@ def card_file(device_name: str, folder: Path = FOLDER) -> Path:
 
 @functools.cache
 def entries(path: Path) -> dict[tuple[str, int, int, int], Config | None]:
-    """(kind, N, K, bucket) -> configuration; empty for a card that nobody measured."""
+    """(kind, N, K, bucket) -> configuration; empty where nobody measured."""
     if not path.exists():
         return {}
     found = {}
-    for entry in json.loads(path.read_text())["entries"]:
+    for entry in json.loads(path.read_text()).get("entries", []):
         config = None if entry["config"] is None else Config(**entry["config"])
         found[entry["kind"], entry["n"], entry["k"], entry["bucket"]] = config
     return found

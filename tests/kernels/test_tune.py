@@ -15,8 +15,17 @@ from benchmarks.kernels import tune
 from benchmarks.kernels.candidates import candidates, worth
 from benchmarks.kernels.layers import Shape
 from benchmarks.kernels.tune import Tuner, merged, run
+from headrace.kernels.gate_up_tiles import TileConfig
 from headrace.kernels.product import Config
-from headrace.kernels.tuned import KINDS, card_file, choose, default
+from headrace.kernels.tuned import (
+    KINDS,
+    card_file,
+    choose,
+    choose_tiles,
+    default,
+    entries,
+    tile_entry,
+)
 
 TINY = Shape(hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=48)
 
@@ -79,6 +88,19 @@ def test_other_shapes_stay_in_the_file(tmp_path: Path) -> None:
     path.write_text(json.dumps({"entries": old}))
     new = {"kind": "out", "n": 16, "k": 8, "bucket": 16, "config": {"block_n": 1}}
     assert merged({"entries": [new]}, path)["entries"] == [old[0], new]
+
+
+def test_tiles_of_a_shape_are_replaced_together(tmp_path: Path) -> None:
+    """A number of tokens that has no entry any more is for the one below it."""
+    path = card_file("Card X", tmp_path)
+    old = [tile_entry(96, 64, at, TileConfig()) for at in (112, 768)]
+    other = tile_entry(96, 32, 112, TileConfig())
+    path.write_text(json.dumps(merged({"tiles": [*old, other]}, path)))
+    path.write_text(json.dumps(merged({"tiles": [tile_entry(96, 64, 128, None)]}, path)))
+    for tokens in (112, 128, 768):
+        assert choose_tiles(tokens, 96, 64, "Card X", folder=tmp_path) is None
+    assert choose_tiles(112, 96, 32, "Card X", folder=tmp_path) == TileConfig()
+    assert entries(path) == {}, "of its other kernels nothing was measured"
 
 
 @pytest.mark.parametrize("bucket", [16, 32, 64, 128])
