@@ -79,7 +79,8 @@ def command(
         from headrace.bench.report import conditions
     except ImportError:
         raise ConfigError(f"ablate needs aiohttp: {install('bench')}") from None
-    backend = resolve_backend(Settings(model=model, backend=backend)).value  # type: ignore[arg-type]
+    asked = Settings(model=model, backend=backend)  # type: ignore[arg-type]
+    backend = resolve_backend(asked).value
     sizes = Load(sequences=concurrency, max_model_len=max_model_len, whole=whole)
     rows, fixed = rows_of(backend, sizes)
     rows = _chosen(rows, only)
