@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from headrace import __version__
+
 
 def unkept(package: str) -> bool:
     """Whether it has no bytecode, and an import would leave none."""
@@ -26,13 +28,24 @@ def unkept(package: str) -> bool:
 @contextmanager
 def kept(package: str, folder: Path) -> Iterator[None]:
     """Inside, bytecode of all that is imported lies under `folder`, where `package` is `unkept`;
-    else nothing changes. Python finds out whether it is that of the source."""
+    else nothing changes. Python finds out whether it is that of the source, by time and size, and
+    in many images all files have one time: so each release of `package` and of ours has its own."""
     if not unkept(package):
         yield
         return
     before = sys.pycache_prefix, sys.dont_write_bytecode
-    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    own = folder / f"{package}-{_release(package)}-headrace-{__version__}"
+    sys.pycache_prefix, sys.dont_write_bytecode = str(own), False
     try:
         yield
     finally:
         sys.pycache_prefix, sys.dont_write_bytecode = before
+
+
+def _release(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # a start without it is shorter
+
+    try:
+        return version(package)
+    except PackageNotFoundError:  # its folder is on the path, and no more
+        return "unreleased"

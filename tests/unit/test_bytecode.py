@@ -23,7 +23,8 @@ with kept("large", Path(sys.argv[2])):
     import large.part
 after = sys.pycache_prefix, sys.dont_write_bytecode
 import large.other
-print(json.dumps([large.part.__cached__, before == after, large.other.__cached__]))
+paths = large.part.__cached__, large.other.__cached__
+print(json.dumps([paths[0], before == after, paths[1], large.part.value]))
 """
 
 
@@ -54,7 +55,7 @@ def files(folder: Path) -> set[str]:
 
 def test_kept_where_imports_may_leave_none(package: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    part, restored, other = run(package, cache, PYTHONDONTWRITEBYTECODE="1")
+    part, restored, other, _ = run(package, cache, PYTHONDONTWRITEBYTECODE="1")
     assert part.startswith(str(cache))
     assert files(cache) == {"__init__", "part"}
     assert restored
@@ -76,6 +77,18 @@ def test_python_keeps_it_itself(package: Path, tmp_path: Path) -> None:
     part, *_ = run(package, cache, PYTHONDONTWRITEBYTECODE="1")
     assert part.startswith(str(package)), "it is there already"
     assert not cache.exists()
+
+
+def test_a_release_has_its_own_where_all_files_have_one_time(package: Path, tmp_path: Path) -> None:
+    """As in images that are made to be the same bytes each time."""
+    facts, values = package.parent / "large-0.dist-info" / "METADATA", []
+    facts.parent.mkdir()
+    for release in ("1.0", "1.1"):
+        facts.write_text(f"Metadata-Version: 2.1\nName: large\nVersion: {release}\n")
+        (package / "part.py").write_text(f"value = {release[-1]}\n")
+        os.utime(package / "part.py", (0, 0))
+        values.append(run(package, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1")[-1])
+    assert values == [0, 1]
 
 
 def test_no_such_package() -> None:
