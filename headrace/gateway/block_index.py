@@ -127,7 +127,8 @@ class BlockIndex(Holders):
     def store(self, name: str, event: Stored) -> bool:
         """`name` holds these blocks now. False: there was no room for all of them."""
         worker, size = self._workers[name], 4 * event.block_size
-        if worker.groups.get(event.group) != (event.window, event.block_size):
+        known = (event.window, event.block_size)
+        if not worker.fault and worker.groups.get(event.group) != known:
             self._learn(name, worker, event)
         if worker.fault:
             return True
@@ -142,8 +143,8 @@ class BlockIndex(Holders):
             elif block in worker.orphans:
                 before = None
             else:
-                extra = event.extra[i] if event.extra else None
-                key = (event.tokens[i * size : (i + 1) * size], repr(extra) if extra else "")
+                extra = event.extra[i] if event.extra else ""
+                key = (event.tokens[i * size : (i + 1) * size], extra)
                 if not self._spend(worker, BLOCK_BYTES + (size if before is None else 0)):
                     return False
                 if before is None:

@@ -27,6 +27,10 @@ _PLAIN = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 # Of those of which the newest tokens before a prefix's end are enough.
 _WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
 _DEVICE = frozenset({None, "GPU", "gpu"})  # memory that needs no copy before it is used
+# What reading bytes of another form raises; RecursionError: lists within lists without an end.
+_WRONG = (
+    msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError, RecursionError,
+)  # fmt: skip
 
 
 class Stored(NamedTuple):
@@ -38,7 +42,7 @@ class Stored(NamedTuple):
     block_size: int
     adapter: str
     salt: str
-    extra: list[Any]  # by block; what else is in its hash, [] or None = nothing; [] = none has any
+    extra: list[str]  # by block; what else is in its hash, "" = nothing; [] = none has any
     group: int = 0
     window: int = 0  # of the group, in tokens; 0 = it keeps all
 
@@ -77,7 +81,7 @@ def decode_batch(payload: bytes) -> tuple[object, list[Event]]:
         batch = msgspec.msgpack.decode(payload)
         made, raw = (batch["ts"], batch["events"]) if isinstance(batch, dict) else batch[:2]
         return made, [event for item in raw if (event := _event(item)) is not None]
-    except (msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError) as error:
+    except _WRONG as error:
         raise NoBatch(f"{type(error).__name__}: {error}") from None
 
 
@@ -133,8 +137,8 @@ def _stored(fields: dict[str, Any]) -> Event | None:
     return Stored(hashes, parent, packed, size, adapter, salt, extra, group, window)
 
 
-def _extra(keys: Any, adapter: str, blocks: int, *, first: bool) -> tuple[str, list[Any]]:
-    """The cache salt, and what else each block's hash has beside its tokens and the adapter.
+def _extra(keys: Any, adapter: str, blocks: int, *, first: bool) -> tuple[str, list[str]]:
+    """The cache salt, and what else each block's hash has beside tokens and adapter, as text.
 
     A single text in the first block of a sequence is the salt.
     """
@@ -144,4 +148,4 @@ def _extra(keys: Any, adapter: str, blocks: int, *, first: bool) -> tuple[str, l
     salt = ""
     if first and len(rest[0]) == 1 and isinstance(rest[0][0], str):
         salt, rest[0] = rest[0][0], []
-    return salt, rest if any(rest) else []
+    return salt, [repr(keys) if keys else "" for keys in rest] if any(rest) else []

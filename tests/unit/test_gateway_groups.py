@@ -213,6 +213,8 @@ def test_groups_of_which_nothing_can_be_said(events: list[Stored], why: str) -> 
     index = new_index()
     for event in events:
         index.store("w", event)
+    index.store("w", stored([3], 70, 4))  # a group that comes later
+    index.remove("w", [3])
     index.check()
     feed = Feed(index, "w", replays=False, now_s=0.0)
     assert (feed.state, why in feed.why) == ("fallback", True), feed.why

@@ -107,14 +107,30 @@ def test_what_is_in_a_hash_beside_tokens() -> None:
     (one,) = stored(*two, extra_keys=[["salt"], None])
     assert (one.adapter, one.salt, one.extra) == ("", "salt", [])
     (one,) = stored(*two, extra_keys=[None, ["picture"]])
-    assert (one.salt, one.extra) == ("", [[], ["picture"]])
+    assert (one.salt, one.extra) == ("", ["", "['picture']"])
     (one,) = stored(*two, extra_keys=[["salt", ["variant", "long"]], None])
-    assert (one.salt, one.extra[0]) == ("", ["salt", ["variant", "long"]])
+    assert (one.salt, one.extra[0]) == ("", "['salt', ['variant', 'long']]")
     index = BlockIndex(2**20)
     index.add_worker("w")
     for event in stored(*two, extra_keys=[None, ["picture"]]):
         assert index.store("w", event)
     assert index.match(token_chain([1, 2, 3, 4], root_of(""), 2), ["w"]) == (1,)
+
+
+def test_lists_within_lists_without_an_end_are_no_batch() -> None:
+    for payload in (b"\x92\x01" + b"\x91" * 10**5, b"\x81\xa1a" * 10**5):
+        with pytest.raises(NoBatch, match="RecursionError"):
+            decode_batch(payload)
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
+    for depth in range(700, 1000):  # where they end near what can be read
+        keys = msgspec.Raw(b"\x91" * depth + b"\x01")
+        payload = msgspec.msgpack.encode({"ts": 1, "events": [{**event, "extra_keys": keys}]})
+        index = BlockIndex(2**20)
+        index.add_worker("w")
+        with contextlib.suppress(NoBatch):
+            (one,) = decode_batch(payload)[1]
+            assert isinstance(one, Stored)
+            assert index.store("w", one)
 
 
 def test_events_that_nobody_can_place_are_passed_over() -> None:
