@@ -33,20 +33,23 @@ from headrace.api.errors import handle
 from headrace.api.exchange import Exchanges
 from headrace.api.generate import IGNORED
 from headrace.api.keys import Keys
-from headrace.api.relay import resuming
+from headrace.api.relay import Handler, resuming
 from headrace.api.resume import HEADER
 from headrace.api.seats import Seats
 from headrace.api.service import Service
 from headrace.errors import HeadraceError
 
+BEGIN_STREAMS: dict[str, Handler] = {
+    "/v1/chat/completions": chat.chat_completions,
+    "/v1/completions": completions.completions,
+    "/v1/responses": responses.create,
+    "/v1/messages": messages.create,
+}
 ROUTES = (
-    Route("/v1/chat/completions", resuming(chat.chat_completions), methods=["POST"]),
-    Route("/v1/completions", resuming(completions.completions), methods=["POST"]),
-    Route("/v1/responses", resuming(responses.create), methods=["POST"]),
+    *(Route(path, resuming(handler), methods=["POST"]) for path, handler in BEGIN_STREAMS.items()),
     Route("/v1/responses/{id}", responses.retrieve),
     Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
     Route("/v1/responses/{id}/input_items", responses.list_input),
-    Route("/v1/messages", resuming(messages.create), methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/streams/{id}", relay.follow),
     Route("/v1/streams/{id}", relay.end, methods=["DELETE"]),
@@ -112,7 +115,7 @@ def create_app(service: Service, exchanges: Exchanges, seats: Seats | None = Non
         settings.cors_origin,
         service.recorder,
         service.tracer,
-        resumes=service.streams.enabled,
+        resumes=BEGIN_STREAMS if service.streams.enabled else (),
     )
     if not settings.cors_origin:
         return edge

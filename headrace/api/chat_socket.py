@@ -27,7 +27,9 @@ TARGET = "/v1/chat/completions"
 MAX_REQUESTS = 32  # that run at once over one connection
 MAX_ID_CHARS = 64
 DONE = b"[DONE]"
-_HANDSHAKE = (b"connection", b"upgrade", b"content-length", b"content-type", b"x-request-id")
+_HANDSHAKE = frozenset(  # headers of the socket, not of its requests
+    b"connection upgrade content-length content-type x-request-id last-event-id".split()
+)
 _encode = msgspec.json.Encoder().encode
 
 

@@ -52,10 +52,10 @@ class Edge:
         recorder: Recorder | None = None,
         tracer: Tracer | None = None,
         *,
-        resumes: bool = False,
+        resumes: Collection[str] = (),
     ) -> None:
-        """origins: of pages that may open a WebSocket, beside the server's own. resumes: streams
-        outlive their connection. recorder, tracer: hear of every request that takes a
+        """origins: of pages that may open a WebSocket, beside the server's own. resumes: paths
+        whose streams outlive their connection. recorder, tracer: hear of every request that takes a
         seat."""
         self._app = app
         self._paths = frozenset(paths)  # known routes: other paths share one label
@@ -145,7 +145,7 @@ class Edge:
             self._check_key(headers)
         if scope["method"] != "POST" or path not in self._paths or path in SEATLESS_PATHS:
             return False
-        if self._resumes and any(n == LAST_EVENT and value for n, value in scope["headers"]):
+        if path in self._resumes and any(n == LAST_EVENT and v for n, v in scope["headers"]):
             return False  # back to a stream that has its seat
         self._seats.take()
         return True

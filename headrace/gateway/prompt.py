@@ -121,9 +121,10 @@ class PromptReader:
 
     def read(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> Prompt:
         """Raises InvalidRequest for what is no JSON object, NotFound for an id of no worker."""
-        kept = kept_at(path, headers)
-        if kept is not None and (path not in GENERATES or not body):
-            return _fetching(kept, body, waits=path in GENERATES)
+        generates = path in GENERATES
+        kept = kept_at(path, headers if generates else {})  # no other begins a stream, or goes on
+        if kept is not None and not (generates and body):
+            return _fetching(kept, body, waits=generates)
         try:
             said = read_json(body, _Body)
             streams = said.stream is True

@@ -104,6 +104,23 @@ async def test_back_to_a_stream_needs_no_seat(service: Service) -> None:
         assert (back.status_code, back.json()["error"]["code"]) == (404, "stream_not_found")
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/classify", "/score"])
+async def test_what_begins_no_stream_takes_a_seat_with_an_event_id_too(
+    path: str, service: Service
+) -> None:
+    service.settings = Settings(stream_resume_s=5)
+    service.streams = Streams(0, 5.0, 4096)
+    seats = Seats(1)
+    seats.take()
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None), seats)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        head = {"last-event-id": f"0-{'0' * 32}.1"}
+        full = await client.post(path, json={"input": "a"}, headers=head)
+    assert (full.status_code, full.json()["error"]["code"]) == (503, "too_many_streams")
+
+
 async def test_an_empty_event_id_takes_a_seat_and_several_begin_nothing(service: Service) -> None:
     service.settings = Settings(stream_resume_s=5)
     service.streams = Streams(0, 5.0, 4096)

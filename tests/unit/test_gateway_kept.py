@@ -222,6 +222,32 @@ async def test_no_event_id_begins_a_stream_at_a_worker_that_drains() -> None:
     assert not one.asked
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/classify", "/tokenize"])
+async def test_an_event_id_is_nothing_where_no_stream_begins(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is placed, waits and pays like any other."""
+    taken: list[tuple[int, int]] = []
+
+    def settle(self: Reservation, used_tokens: int, now_s: float) -> None:
+        taken.append((self.tokens, used_tokens))
+
+    async def answer(asked: Asked, out: Out) -> None:
+        await out.json({"usage": {"prompt_tokens": 30, "total_tokens": 30}})
+
+    monkeypatch.setattr(Reservation, "settle", settle)
+    async with Mock(answer) as worker, gateway(worker) as made:
+        stream = homes.stream_id(0, homes.tag_of(worker.url))
+        body = {"model": "m", "input": "one two three " * 10}
+        for last in (f"{stream}.1", f"{homes.stream_id(0, TAG)}.1"):
+            assert (await call(made.port, body, path, {"last-event-id": last})).status == 200
+        assert [(tokens > 10, used) for tokens, used in taken] == [(True, 30)] * 2
+        drained = {"worker": worker.url}
+        assert (await call(made.port, drained, "/gateway/drain")).status == 200
+        reply = await call(made.port, body, path, {"last-event-id": f"{stream}.1"})
+        assert (reply.status, reply.json()["error"]["code"]) == (503, "no_worker")
+
+
 async def test_a_worker_that_is_dead_or_fails_gets_no_stand_in() -> None:
     status = 200
 
