@@ -72,16 +72,22 @@ class Relay:
             asked = msgspec.json.decode(await reader.readline(), type=Asked)
             try:
                 live = self.streams.find(asked.stream)
-                live.buffer.after(asked.after)
+                if asked.op == "end":
+                    live.give_up()
+                else:
+                    live.buffer.after(asked.after)
             except HeadraceError as error:
-                told = {"status": error.status, "code": error.code, "message": error.message}
+                told = {
+                    "status": error.status,
+                    "code": error.code,
+                    "message": error.message,
+                    "param": error.param,
+                }
                 writer.write(encode_json({"error": told}) + b"\n")
                 return
             headers = [[n.decode(), v.decode()] for n, v in live.headers or ()]
             writer.write(encode_json({"headers": headers}) + b"\n")
-            if asked.op == "end":
-                live.give_up()
-            else:
+            if asked.op != "end":
                 await _first_of(_copy(live, asked.after, writer), reader.read(1))
         except (msgspec.MsgspecError, OSError):
             pass  # whoever asked is gone
@@ -114,8 +120,7 @@ def resuming(handler: Handler) -> Handler:
 
     @wraps(handler)
     async def resume_or_begin(request: Request) -> ASGIApp:
-        # One that is empty is none; several are no id, whatever each of them says.
-        given = ",".join(request.headers.getlist(LAST))
+        given = _given(request)
         if not given or not service_of(request).streams.enabled:
             return await handler(request)
         return await _resumed(request, *split_event_id(given, None))
@@ -127,7 +132,7 @@ async def follow(request: Request) -> ASGIApp:
     """GET: the events behind Last-Event-ID, all of them without one. Raises NotFound,
     InvalidRequest."""
     name = request.path_params["id"]
-    return await _resumed(request, *split_event_id(request.headers.get(LAST, "0"), name))
+    return await _resumed(request, *split_event_id(_given(request) or "0", name))
 
 
 async def end(request: Request) -> Response:
@@ -154,6 +159,11 @@ async def _resumed(request: Request, name: str, after: int) -> ASGIApp:
         await deliver(live, after, exchange, receive, send)
 
     return answer
+
+
+def _given(request: Request) -> str:
+    """The event seen last. One that is empty is none; several are no id, whatever each says."""
+    return ",".join(request.headers.getlist(LAST))
 
 
 def _worker(name: str) -> int:
@@ -183,7 +193,8 @@ async def _ask(
         raise missing from None
     if error := said.get("error"):
         writer.close()
-        raise _ERRORS.get(error["status"], RequestFailed)(error["message"], code=error["code"])
+        kind = _ERRORS.get(error["status"], RequestFailed)
+        raise kind(error["message"], param=error["param"], code=error["code"])
     return reader, writer, said["headers"]
 
 

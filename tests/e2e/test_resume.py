@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import pytest
+from websockets.sync.client import connect
 
 from tests.e2e.serving import Server
 
@@ -155,6 +156,52 @@ def test_a_bounded_buffer(server: Server) -> None:
     again = Reader(server, f"/v1/streams/{reader.name}", last=last_id(seen[:-kept]))
     assert again.events() == seen[-kept:]
     again.close()
+
+
+def test_an_end_when_the_first_events_are_forgotten(server: Server) -> None:
+    """Whichever process gets it."""
+    for _ in range(4):
+        reader = Reader(server, CHAT, body(max_tokens=3500, logprobs=True, top_logprobs=20))
+        reader.events(200)
+        reader.close()
+        status, _, raw = server.request("DELETE", f"/v1/streams/{reader.name}")
+        assert (status, json.loads(raw).get("ended")) == (200, True)
+    server.wait_idle()
+
+
+def test_several_event_ids_or_an_empty_one(server: Server) -> None:
+    """A GET reads the header as a POST does; each process says the same."""
+    reader = Reader(server, CHAT, body(max_tokens=3))
+    seen = reader.events()
+    reader.close()
+    one = last_id(seen[:1])
+    for _ in range(4):
+        for given, status in (([""], 200), ([one, one], 400), ([one, ""], 400), ([one], 200)):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.putrequest("GET", f"/v1/streams/{reader.name}")
+            for value in given:
+                connection.putheader("last-event-id", value)
+            connection.endheaders()
+            response = connection.getresponse()
+            raw = response.read()
+            connection.close()
+            assert response.status == status, given
+            if status == 200:
+                assert raw.count(b"id: ") == len(seen) - (given == [one])
+        late = Reader(server, f"/v1/streams/{reader.name}", last="99")
+        assert json.loads(late.response.read())["error"]["param"] == "Last-Event-ID"
+        late.close()
+
+
+def test_a_socket_goes_on_with_no_stream(server: Server) -> None:
+    reader = Reader(server, CHAT, body(max_tokens=3))
+    last = last_id(reader.events()[:1])
+    reader.close()
+    url = f"ws://127.0.0.1:{server.port}/v1/chat/ws"
+    with connect(url, proxy=None, additional_headers={"last-event-id": last}) as socket:
+        socket.send(json.dumps({**body(max_tokens=2), "stream": False}))
+        frame = json.loads(socket.recv(timeout=30))
+        assert (frame["type"], frame["data"]["usage"]["completion_tokens"]) == ("response", 2)
 
 
 @pytest.mark.parametrize("last", ["x", "1", "0-" + "0" * 32, "0-" + "0" * 32 + ".x", ".1", "-1"])
