@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -331,7 +332,7 @@ class Gateway:
             return
         elif path.startswith(DECISIONS):
             self._only(request, b"GET")
-            told = self.decisions.tell(path.removeprefix(DECISIONS))
+            told = self.decisions.tell(unquote(path.removeprefix(DECISIONS)))
             if told is None:
                 raise NotFound("no such decision is kept", code="not_found")
             status, said = 200, told

@@ -192,6 +192,18 @@ async def test_requests_of_one_id_have_a_record_each() -> None:
             assert (await look(made.port, f"/gateway/decisions/{wrong}")).status == 404
 
 
+async def test_an_id_is_found_however_its_path_is_written() -> None:
+    async with Mock() as one, gateway(one) as made:
+        await call(made.port, chat("hi"), headers={"x-request-id": "a:b.c"})
+        for name in ("a:b.c", "a%3Ab.c", "%61%3ab%2Ec"):
+            assert (await look(made.port, f"/gateway/decisions/{name}")).json()["id"] == "a:b.c"
+        key = (await look(made.port, "/gateway/decisions/a:b.c")).json()["key"]
+        for name in (key, key.replace("~", "%7E")):
+            assert (await look(made.port, f"/gateway/decisions/{name}")).json()["key"] == key
+        for name in ("a%253Ab.c", "%ff", "%", "%zz"):
+            assert (await look(made.port, f"/gateway/decisions/{name}")).status == 404
+
+
 async def test_one_id_in_two_processes(tmp_path: Path) -> None:
     """It stands for the newest of both, whichever is asked."""
     siblings = [Siblings(tmp_path, 2, own) for own in range(2)]
