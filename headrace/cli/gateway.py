@@ -177,7 +177,8 @@ def _say(settings: GatewaySettings, keyed: bool, workers: int, port: int) -> Non
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if look := page.address(url, host, shown=settings.ui, keyed=keyed):
         print(f"look: {look}", file=sys.stderr)
-    print(f"gateway: {url}, {workers} workers", file=sys.stderr, flush=True)
+    count = "1 worker" if workers == 1 else f"{workers} workers"
+    print(f"gateway: {url}, {count}", file=sys.stderr, flush=True)
 
 
 @command.command("drain")

@@ -23,7 +23,7 @@ from headrace.gateway.prompt import Prompt
 from headrace.gateway.registry import Registry, StaticRegistry
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
 from headrace.gateway.view import Ask, Choice, FleetView, Knobs
-from headrace.gateway.worker import Worker
+from headrace.gateway.worker import NOT_CHECKED, Worker
 
 log = logging.getLogger("headrace.gateway")
 
@@ -262,7 +262,8 @@ class Fleet:
 
     def went_down(self, worker: Worker, why: str) -> None:
         """No new requests. Those that are there go on: it may only be busy."""
-        if worker.up:
+        first = worker.why == NOT_CHECKED and worker.start is None  # ours take a while to come
+        if worker.up or first:
             log.warning("worker %s is out: %s", worker.name, why)
         worker.up, worker.why = False, why
 

@@ -15,6 +15,7 @@ from headrace.gateway.view import WorkerView
 from headrace.homes import tag_of
 
 MIN_WARM = 0.05
+NOT_CHECKED = "not checked yet"
 
 
 class Worker(Load):
@@ -51,7 +52,7 @@ class Worker(Load):
         self.gone = False  # no longer in the registry
         self.models: tuple[str, ...] = spec.models
         self.cards: dict[str, object] = {}  # model -> what it says of it in /v1/models
-        self.why = "not checked yet"
+        self.why = NOT_CHECKED
         self.up_since_s = 0.0
         self.kv_usage = 0.0
         self.start = Started(self.name, spec.start) if spec.start is not None else None

@@ -223,6 +223,20 @@ async def test_b094_all_workers_down_then_one_is_back() -> None:
         assert (await get(made.port, "/ready")).status == 200
 
 
+async def test_a_worker_that_never_answered_is_named_in_the_log_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Mock() as worker:
+        await worker.die()
+        async with gateway(worker, up=False) as made:
+            out = f"worker {worker.url} is out: no connection"
+            await until(lambda: out in caplog.text, "it is named")
+            await asyncio.sleep(0.2)  # some checks more
+            await worker.listen()
+            await until(lambda: made.fleet.workers[worker.url].up, "it is there")
+        assert caplog.text.count(" is out: ") == 1
+
+
 async def test_flapping_workers_lose_no_request() -> None:
     async with (
         Mock() as one,
