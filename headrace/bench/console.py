@@ -127,8 +127,10 @@ async def _measured(asked: Run, console: Console) -> Report:
     if not asked.model:
         target = msgspec.structs.replace(target, model=await first_model(target))
     load = asked.workload
+    duration_s = asked.open_shape.duration_s
+    much = f"{load.requests or 'all'} requests" if duration_s is None else f"{duration_s:g} s"
     console.print(
-        f"{target.url} {target.model}: {load.requests or 'all'} requests a level, "
+        f"{target.url} {target.model}: {much} a level, "
         f"{load.path()}, seed {load.seed}, nonce {load.nonce!r}"
     )
     levels: list[Level] = []

@@ -126,15 +126,16 @@ def _prompts(asked: str, model: str, backend: str, console: Console) -> dict[str
     Ids need neither a template nor a tokenizer that knows the words: one that does not may make six
     tokens of each. Raises ModelError for what is no model.
     """
-    if asked == "words" or (asked == "auto" and backend == "fake"):
+    if asked == "words":
         return {}
     say = partial(click.echo, err=True)
     files = FAKE if backend == "fake" else resolve(model, say=say, weights=False, pickles=True)
     card = read_card(files)
     if asked == "auto":
-        if card.chat_template is not None:
+        if backend != "fake" and card.chat_template is not None:
             return {}
-        console.print("prompts are token ids: the model has no chat template")
+        why = "makes a token of each letter" if backend == "fake" else "has no chat template"
+        console.print(f"prompts are token ids: the model {why}")
     low, high = Workload().id_range
     ids = min(low, card.vocab_size // 10), min(high, card.vocab_size)
     return {"kind": "ids", "endpoint": "completions", "id_range": ids}

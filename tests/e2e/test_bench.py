@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
+from click.testing import CliRunner
+
 from headrace.bench.load import Target, run_loop
 from headrace.bench.measure import Meter
 from headrace.bench.stats import Level, Shape
 from headrace.bench.workload import Workload
+from headrace.cli.main import cli
 from tests.e2e.serving import Server
+
+
+@pytest.mark.parametrize(
+    ("given", "much"),
+    [(["--requests", "2"], "2 requests a level"), (["--duration", "0.2"], "0.2 s a level")],
+)
+def test_what_ends_a_level_is_said(shared_server: Server, given: list[str], much: str) -> None:
+    args = ["bench", "--url", shared_server.url, "--concurrency", "1", "--max-tokens", "2"]
+    done = CliRunner().invoke(cli, [*args, *given, "--prompt-tokens", "4"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert f" fake: {much}, " in done.output
 
 
 def test_a_mixed_level_adds_up(shared_server: Server) -> None:

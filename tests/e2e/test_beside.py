@@ -109,11 +109,13 @@ def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
 def test_one_row_with_a_server_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     args = ["--backend", "fake", "--only", "paged KV cache", "--requests", "4", "--rounds", "1"]
-    args += ["--concurrency", "2", "--max-tokens", "4", "--prefix-tokens", "32"]
+    args += ["--concurrency", "2", "--max-tokens", "4"]
     args += ["--out", str(out), "--serve=--fake-step-ms=1"]
     done = CliRunner().invoke(cli, ["ablate", *args], catch_exceptions=False)
     assert done.exit_code == 0, done.output
+    assert "prompts are token ids: the model makes a token of each letter" in done.output
     (row,) = json.loads(out.read_text())["rows"]
+    assert row["level"]["prompt_tokens"] == 4 * (128 + 32)
     assert row["settings"]["prefix_caching"] is False
     assert (row["settings"]["block_size"], row["settings"]["kv_blocks"]) == (16, 8 * 64)
     assert row["level"]["output_tokens"] == 16
