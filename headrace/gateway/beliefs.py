@@ -133,6 +133,7 @@ class Beliefs:
         self.blocks = BlockIndex(settings.block_index_bytes)
         self._expected = Expected()
         self._followed: dict[str, Subscription] = {}
+        self._no_address: dict[str, EventSource] = {}  # of workers: the log has it
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def add_worker(self, name: str) -> None:
@@ -143,6 +144,7 @@ class Beliefs:
     def remove_worker(self, name: str) -> None:
         """It leaves the fleet."""
         self._unfollow(name)
+        self._no_address.pop(name, None)
         self.blocks.remove_worker(name)
         self._expected.remove_worker(name)
 
@@ -164,7 +166,10 @@ class Beliefs:
         try:
             self._followed[worker.name] = Subscription(self._context, source, feed)
         except zmq.ZMQError as error:
-            log.error("worker %s: no KV events from %s: %s", worker.name, source.endpoint, error)
+            if self._no_address.get(worker.name) != source:  # later checks come here again
+                said = worker.name, source.endpoint, error
+                log.error("worker %s: no KV events from %s: %s", *said)
+            self._no_address[worker.name] = source
 
     def came_up(self, worker: Worker) -> None:
         """It was away: what it holds is to be confirmed."""

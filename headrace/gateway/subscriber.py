@@ -43,7 +43,7 @@ class Subscription:
         self._loop = asyncio.get_running_loop()
         self._context = context
         self._open: list[zmq.Socket[bytes]] = []
-        self._turning = False
+        self._turning = self._complained = False
         self._ask: zmq.Socket[bytes] | None = None
         self._cuts: zmq.Socket[bytes] | None = None  # ZMQ says here that the line was cut
         try:
@@ -158,5 +158,7 @@ class Subscription:
             self._ask.connect(self.source.replay_endpoint)
             self._ask.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # the feed will miss its answer, and ask again
-            log.error("no replay of KV events from %s: %s", self.source.replay_endpoint, error)
+            if not self._complained:
+                log.error("no replay of KV events from %s: %s", self.source.replay_endpoint, error)
+            self._complained = True
         self._soon()

@@ -265,6 +265,32 @@ def test_groups_on_the_wire() -> None:
     assert decode_batch(gone)[1] == [Removed([7], 2)]
 
 
+@pytest.mark.parametrize(
+    ("card", "why"),
+    [
+        ({"endpoint": "nowhere"}, "no KV events from nowhere"),
+        ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "nowhere"}, "no replay of KV events"),
+    ],
+)
+async def test_an_address_that_is_none_is_logged_once(
+    card: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(WorkerSpec(url="http://w", models=("m",)), GatewaySettings())
+    worker.cards["m"] = {"kv_events": card}
+    beliefs = Beliefs(GatewaySettings(), PrefixIndex(2**20))
+    beliefs.add_worker(worker.name)
+    for _ in range(3):
+        beliefs.follow(worker)
+        beliefs.came_up(worker)
+    assert caplog.text.count(why) == 1
+    assert beliefs.state(worker.name) == "fallback"
+    worker.cards["m"] = {"kv_events": card | {"topic": "another"}}
+    beliefs.follow(worker)
+    assert caplog.text.count(why) == 2
+    beliefs.remove_worker(worker.name)
+    beliefs.close()
+
+
 async def test_a_card_says_which_groups_there_are() -> None:
     worker = Worker(WorkerSpec(url="http://w", models=("m",)), GatewaySettings())
     place = {"endpoint": "tcp://127.0.0.1:1", "windows": [0, 512]}
