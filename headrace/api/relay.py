@@ -27,7 +27,7 @@ from headrace.api.errors import event_of
 from headrace.api.exchange import Exchange, exchange_of
 from headrace.api.resume import Live, Streams, deliver, split_event_id
 from headrace.api.service import encode_json, service_of
-from headrace.errors import HeadraceError, InvalidRequest, NotFound, RequestFailed
+from headrace.errors import HeadraceError, InvalidRequest, NotFound, RequestFailed, WrongMethod
 
 LAST = "last-event-id"
 _LENGTH = struct.Struct(">I")
@@ -130,7 +130,9 @@ def resuming(handler: Handler) -> Handler:
 
 async def follow(request: Request) -> ASGIApp:
     """GET: the events behind Last-Event-ID, all of them without one. Raises NotFound,
-    InvalidRequest."""
+    InvalidRequest, WrongMethod."""
+    if request.method == "HEAD":  # it would take the stream from whoever reads, and show nothing
+        raise WrongMethod("a stream takes GET and DELETE")
     name = request.path_params["id"]
     return await _resumed(request, *split_event_id(_given(request) or "0", name))
 

@@ -128,6 +128,9 @@ def test_an_end_on_demand(server: Server) -> None:
 def test_a_newer_reader_takes_over(server: Server) -> None:
     first = Reader(server, CHAT, body(max_tokens=3500))
     seen = first.events(2)
+    assert server.request("HEAD", f"/v1/streams/{first.name}")[0] == 405
+    seen += first.events(200)
+    assert "[DONE]" not in seen[-1], "who reads goes on"
     second = Reader(server, f"/v1/streams/{first.name}", last=last_id(seen))
     assert len(second.events(2)) == 2
     assert not any("[DONE]" in event for event in first.events()), "it ends, the answer does not"
