@@ -127,6 +127,46 @@ def test_the_blocks_of_who_waits_stay_free(overlap: bool, blocks: int, passes: b
 
 
 @LOOPS
+@pytest.mark.parametrize(
+    ("headroom_tokens", "free", "wait", "passes"),
+    [  # each lacks a few blocks, less than what it is named for
+        pytest.param(128, 60, [(80, 1)], (40, 1), id="growth of who waits"),
+        pytest.param(64, 110, [(320, 1)], (44, 1), id="next tokens of who waits"),
+        pytest.param(48, 110, [(320, 1)], (40, 3), id="next tokens of the choices of who passes"),
+        pytest.param(48, 110, [(320, 3), (320, 1)], (26, 1), id="and of another who waits"),
+    ],
+)
+def test_what_who_waits_has_to_leave_free_stays_free(
+    overlap: bool,
+    headroom_tokens: int,
+    free: int,
+    wait: list[tuple[int, int]],
+    passes: tuple[int, int],
+) -> None:
+    """An admission leaves room for later tokens of all that run: nobody passes who would take that.
+
+    free: blocks that are left of 400 when the first two run. wait: tokens of the answer, choices.
+    passes: blocks of its prompt, choices.
+    """
+    rig = twins(overlap, 400, rows=12, max_model_len=2000)
+    rig.engine.scheduler.headroom_tokens = headroom_tokens
+    rig.submit((400 - free - 7) * 4 - 3, 9)
+    for _ in range(4):
+        rig.turn()
+    first = rig.submit([*SHARED[:24], 1], 4)
+    waits = [
+        rig.submit([*SHARED[:24], 2 + i], tokens, n=choices)
+        for i, (tokens, choices) in enumerate(wait)
+    ]
+    other = rig.submit(passes[0] * 4 - 3, 4, n=passes[1])
+    rig.run(turns=3000)
+    soon = plan_of(rig, first) + 1 + overlap
+    assert [plan_of(rig, one) for one in waits] == [soon] * len(waits)
+    assert plan_of(rig, other) >= soon
+    rig.check_tokens()
+
+
+@LOOPS
 def test_nobody_passes_who_does_not_fit(overlap: bool) -> None:
     """It would wait without a twin as well, for memory."""
     rig = twins(overlap, 40)
