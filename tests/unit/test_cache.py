@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -211,6 +212,40 @@ def test_check_finds_a_leak(make: Make) -> None:
         kv.check()
 
 
+@pytest.mark.parametrize("windows", [(0, 5, 5), (0, 0, 5), (4, 4)])
+def test_a_block_is_told_of_while_all_layers_of_its_group_have_it(windows: tuple[int, ...]) -> None:
+    """In a pool that does not part evenly, so that groups in memory lose it one after another."""
+    kv = GroupedCache(6 * len(windows) + 1, 2, windows=windows, log_events=True)
+    told, chance, part = groups_of(windows), random.Random(5), 0
+    mirror: list[set[bytes]] = [set() for _ in told]
+    every: set[bytes] = set()
+    for step in range(1, 300):
+        table, tokens = (
+            kv.open("", ""),
+            [chance.randrange(2) for _ in range(chance.randrange(2, 9))],
+        )
+        cached = kv.match(table, tokens)
+        assert kv.reserve(table, len(tokens), cached) is not None
+        kv.commit(table, tokens, len(tokens))
+        every.update(table.digests)
+        kv.release(table, step)
+        kv.fence(step)
+        for event in kv.take_events():
+            assert isinstance(event, Stored | Removed)
+            for digest in event.digests:
+                if isinstance(event, Stored):
+                    assert digest not in mirror[event.group], "told twice"
+                    mirror[event.group].add(digest)
+                else:
+                    mirror[event.group].remove(digest)
+        for window, known in zip(told, mirror, strict=True):
+            tails = [kv._tails[group] for group, own in enumerate(windows) if own == window]
+            has = {d: [kv._index.get(d + tail) is not None for tail in tails] for d in every}
+            assert known == {digest for digest, each in has.items() if all(each)}
+            part += sum(any(each) and not all(each) for each in has.values())
+    assert part > 20, "some layers have a block and others lost it"
+
+
 def gone_of(table: Table) -> list[int]:
     """By group: blocks at its start that are not held any more."""
     return table.gone if isinstance(table, GroupTable) else [table.freed]
@@ -221,15 +256,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         blocks=st.integers(1, 12),
+        more=st.integers(0, 2),
         block_size=st.sampled_from([1, 2, 4]),
         windows=st.sampled_from(
             [(), (), (1,), (3,), (6,), (0, 4), (0, 0, 1), (0, 5, 5), (0, 2, 7), (3, 6)]
         ),
     )
-    def start(self, blocks: int, block_size: int, windows: tuple[int, ...]) -> None:
-        """windows: () = a cache that knows no groups."""
+    def start(self, blocks: int, more: int, block_size: int, windows: tuple[int, ...]) -> None:
+        """windows: () = a cache that knows no groups. blocks: for each; more: of no one's."""
         self.windows = windows or (0,)
-        blocks *= len(self.windows)
+        blocks = blocks * len(self.windows) + more
         self.kv = KVCache(blocks, block_size, log_events=True)
         if windows:
             self.kv = GroupedCache(blocks, block_size, windows=windows, log_events=True)
@@ -336,6 +372,17 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def leave(self, number: int) -> None:
         self.kv.release(self.tables.pop(number % len(self.tables))[0], self.step)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from("ab"))
+    def come_and_go(self, tokens: list[int], salt: str) -> None:
+        """A whole life: what it published stays to be hit, until it is evicted."""
+        number = len(self.tables)
+        self.admit(tokens, salt, stepwise=False)
+        if len(self.tables) > number:
+            self.publish(number)
+            self.leave(number)
+        self.launch()
+        self.land()
 
     @rule()
     def launch(self) -> None:

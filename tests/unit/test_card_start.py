@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,8 @@ class Driver:
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # known to monkeypatch, which takes back ours
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
 
 
 ALL = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
@@ -55,6 +57,7 @@ def test_the_first_device_gets_its_context(
     assert thread is not None
     thread.join()
     assert driver.asked == asked
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY", "as torch would have set it"
 
 
 def test_no_driver_is_left_to_torch(without_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:

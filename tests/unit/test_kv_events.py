@@ -141,6 +141,16 @@ def test_events_of_groups_are_about_one_each() -> None:
     ]
 
 
+def test_blocks_of_groups_that_come_in_turns_stay_apart() -> None:
+    """A block follows the one before it in its own group alone."""
+    told, (first, then) = EventLog(), chain([1, 2, 3, 4], 2)
+    for group in (0, 1):
+        told.stored(NO_SCOPE, None, first, [1, 2], group)
+    told.stored(NO_SCOPE, first, then, [3, 4])
+    facts = [(one.group, one.digests) for one in told.take() if isinstance(one, Stored)]
+    assert facts == [(0, [first]), (1, [first]), (0, [then])]
+
+
 @pytest.mark.parametrize("encoding", ["array", "map"])
 def test_an_engine_tells_what_its_cache_holds(
     encoding: Literal["array", "map"], places: dict[str, Any]

@@ -30,6 +30,9 @@ def test_what_no_clock_explains_is_not_learned() -> None:
     for _ in range(50):
         lateness.learn(0.04, 0.055)
     assert lateness.factor == 1.25, "bounded"
+    for _ in range(200):
+        lateness.learn(0.04, 0.026)
+    assert lateness.factor == 0.9, "on both sides"
 
 
 def test_a_budget_learns_of_its_limited_steps_alone() -> None:
