@@ -51,3 +51,15 @@ def test_a_budget_learns_of_its_limited_steps_alone() -> None:
     fill(budget, decodes, [(0, 5)])
     assert budget.predicted_s == 0.0, "too short to tell"
     assert StaticBudget(MAX_TOKENS).predicted_s == 0.0
+
+
+@pytest.mark.parametrize(("late", "goes_on"), [(1.0, True), (1.25, False)])
+def test_a_burst_ends_where_late_steps_are_long_gaps(*, late: float, goes_on: bool) -> None:
+    """Its first step is below the target as predicted, and beyond it as late as steps are."""
+    budget, decodes = CostBudget(COST, MAX_TOKENS, TARGET_S), [500] * 32
+    for _ in range(20):
+        budget.learn(TARGET_S, TARGET_S * late)
+    first = fill(budget, decodes, [(0, 12)] * 40)
+    assert TARGET_S / 1.25 < step_s(COST, decodes, first) < TARGET_S
+    rest = fill(budget, decodes, [(0, 200)] * 16)
+    assert (sum(count for _, count in rest) == 16 * 200) == goes_on
