@@ -130,6 +130,13 @@ def test_children_compile_only_what_the_cache_lacks(tmp_path: Path) -> None:
     assert children == [count for count in lacked if count > 1], "a single one is compiled here"
 
 
+def test_a_kernel_is_remembered_at_its_first_launch() -> None:
+    """Triton 3.7 does so by itself, 3.6 when it is compiled."""
+    kept: list[Any] = []
+    asked = launch._Mode(launch._Collected()).submit("a kernel", lambda: None, kept.append)
+    assert kept == [asked]
+
+
 def test_nobody_knows_what_a_cache_elsewhere_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "get_cache_manager", lambda key: object())
     assert not launch._on_disk("a kernel")

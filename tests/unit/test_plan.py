@@ -74,6 +74,8 @@ def test_what_fits(tmp_path: Path) -> None:
     most = plan.kv_tokens // 1000
     planner = Planner(files, ROUND, utilization=0.5)
     assert [planner.decode(1000, n).fits for n in (most, most + 1)] == [True, False]
+    longest = plan.kv_tokens
+    assert [planner.prefill(n).fits for n in (longest, longest + 1)] == [True, False]
     small = Planner(files, msgspec.structs.replace(ROUND, memory_bytes=10**9))
     assert small.kv_tokens == 0
     assert not small.decode(1, 1).fits
