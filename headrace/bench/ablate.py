@@ -100,6 +100,11 @@ async def _levels(url: str, load: Workload, concurrency: int, rounds: int) -> li
     return done
 
 
+def _rate(value: float) -> str:
+    """Four digits, or all that are whole."""
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
 def _ms(summary: Summary | None) -> str:
     return "-" if summary is None else f"{summary.p50 * 1e3:.1f}"
 
@@ -128,7 +133,7 @@ def cells(row: Measured) -> list[str]:
         _ms(level.ttft_s),
         _ms(level.itl_s),
         f"{level.cached_tokens}",
-        " / ".join(f"{rate:.4g}" for rate in row.rates),
+        " / ".join(map(_rate, row.rates)),
     ]
 
 
@@ -190,7 +195,7 @@ def plot(ablation: Ablation, stem: Path) -> None:
             before = "" if row.times_before is None else f"x{row.times_before:.2f}, "
             times = f"{before}x{row.times_first:.2f} in all" if place else ""
             axis.annotate(
-                f" {rate:.3g}  {times}", (rate, place), va="center", annotation_clip=False
+                f" {_rate(rate)}  {times}", (rate, place), va="center", annotation_clip=False
             )
         axis.set_xlim(0, max(rates) * 1.25)
         axis.set_xlabel("output tokens / s")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -89,6 +90,8 @@ def test_rows_are_loaded_alike(shared_server: Server, tmp_path: Path) -> None:
     for row in done:
         assert len(row.rates) == 2
         assert min(row.rates) == row.level.output_tokens_per_s, "of two the slower"
+    fast = msgspec.structs.replace(first, rates=[12216.4, 98.765])
+    assert ablate.cells(fast)[-1] == "12216 / 98.77"
     found = ablate.Ablation(
         model="m", backend="fake", conditions={"processor": "p", "date": "d"}, workload=load,
         concurrency=2, rows=done, fixed=fixed,
