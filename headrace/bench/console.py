@@ -89,8 +89,8 @@ class Screen:
 
 
 def run(asked: Run) -> list[Level]:
-    """Measure, print, write. Raises EngineError when the server answers nothing,
-    ConfigError when the plot cannot be drawn."""
+    """Measure, print, write. Raises EngineError when the server answers nothing, ConfigError when
+    the plot cannot be drawn."""
     if asked.plot:
         check_installed()
     console = Console(width=None if Console().is_terminal else 200)

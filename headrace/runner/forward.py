@@ -326,8 +326,8 @@ class Forward:
 
     def logits_of(self, tokens: Tensor) -> Tensor:
         """Logits [n, vocab] under tokens [n] int32 of the step that `run` queued last, at most as
-        many as the buffer holds. What it held before is lost. Needs: the step was alone, or
-        is `whole`.
+        many as the buffer holds. What it held before is lost. Needs: the step was alone, or is
+        `whole`.
         """
         count, buffers = tokens.shape[0], self.place.buffers
         chosen = torch.index_select(buffers.x, 0, tokens, out=buffers.chosen[:count])
