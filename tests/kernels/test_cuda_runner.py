@@ -27,6 +27,7 @@ from headrace.sources.files import ModelFiles
 from tests.backend.runner_contract import Steps
 from tests.backend.tap_contract import ALLOWED, EDITED
 from tests.devices import load
+from tests.golden.families import save
 from tests.golden.reference import tiny_model
 from tests.kernels.conftest import CUDA
 from tests.kernels.test_flash_chunks import CALLS, fwd
@@ -233,10 +234,8 @@ def test_a_scenario_draws_the_tokens_of_the_cpu(
     runner.close()
 
 
-@pytest.mark.parametrize("folded", [False, True], ids=["plain", "folded"])
-def test_gate_and_up_over_tiles(
-    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, *, folded: bool
-) -> None:
+def over_tiles(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """A configuration of gate and up, and tokens of the products that went over its tiles."""
     from headrace.backends.cuda import ops
     from headrace.kernels import gate_up_tiles as tiled
 
@@ -251,10 +250,29 @@ def test_gate_and_up_over_tiles(
     for module in (ops, tiled):  # the interpreter takes float32, whose tokens are the CPU's
         monkeypatch.setattr(module, "fits", lambda x, weight: True)
     monkeypatch.setattr(ops.CudaOps, "_config", lambda *args: None)
-    config = tiled.TileConfig(tokens=16, columns=16, depth=16, flat=False)
+    return tiled.TileConfig(tokens=16, columns=16, depth=16, flat=False), seen
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["plain", "folded"])
+def test_gate_and_up_over_tiles(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, *, folded: bool
+) -> None:
+    config, seen = over_tiles(monkeypatch)
     runner = interpreted(files, folded=folded, tiles=config)
     assert scenario(runner) == scenario(on_the_cpu(files))
     assert seen, "a step of four tokens or more goes over tiles"
+    runner.close()
+
+
+def test_gate_and_up_with_a_bias_are_the_librarys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel of tiles has none."""
+    _, files = save("llama-biases", tmp_path)
+    config, seen = over_tiles(monkeypatch)
+    runner = interpreted(files, tiles=config)
+    assert scenario(runner) == scenario(on_the_cpu(files))
+    assert not seen
     runner.close()
 
 

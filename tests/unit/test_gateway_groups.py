@@ -186,6 +186,16 @@ def test_groups_that_are_told_of_one_by_one() -> None:
     assert thought(index, 2) == 2, "a new run of the worker may have other groups"
 
 
+def test_what_is_expected_counts_in_all_groups() -> None:
+    """Of a prompt that is on its way no group has told anything yet."""
+    index = new_index()
+    for group, window in ((0, 0), (1, 4)):
+        index.store("w", stored([1, 2], group, window))
+    chain = token_chain([n for n in range(1, 6) for _ in range(2)], root_of(""), 2)
+    coming = dict.fromkeys(chain[2:4], index._bits["w"])
+    assert index.match_with(chain, ["w"], lambda chunk: coming.get(chunk, 0)) == (4,)
+
+
 def test_what_was_promised_is_waited_for() -> None:
     index = new_index()
     index.promise("w", (0, 4))
