@@ -3,7 +3,7 @@
 A stream lives in the process that began it, and its id says which. Another process that gets the
 request asks that one over a socket in the server's own folder and passes on what it says:
 
-    {"op": "follow" | "end", "stream": id, "after": number}\\n    ->
+    {"op": "follow" | "end", "stream": id, "after": number, "route": path}\\n  ->
     {"headers": [[name, value], ...]}\\n  or  {"error": {...}}\\n   <-
     a length (4 bytes, big-endian) and as many bytes, again and again; the length 0 is the end
 """
@@ -36,11 +36,12 @@ Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What one process asks another."""
+    """What one process asks another. route: the path of a POST that comes back; "" = no POST."""
 
     op: str
     stream: str
     after: int = 0
+    route: str = ""
 
 
 def socket_of(folder: Path, worker: int) -> Path:
@@ -75,7 +76,7 @@ class Relay:
                 if asked.op == "end":
                     live.give_up()
                 else:
-                    live.buffer.after(asked.after)
+                    live.check(asked.after, asked.route)
             except HeadraceError as error:
                 told = {
                     "status": error.status,
@@ -116,14 +117,14 @@ async def _first_of(*works: Awaitable[object]) -> None:
 
 def resuming(handler: Handler) -> Handler:
     """A route that begins streams: a request that names the event it saw last goes on with that
-    stream; its body is not read."""
+    stream; its body is not read. Raises InvalidRequest where another route began it."""
 
     @wraps(handler)
     async def resume_or_begin(request: Request) -> ASGIApp:
         given = _given(request)
         if not given or not service_of(request).streams.enabled:
             return await handler(request)
-        return await _resumed(request, *split_event_id(given, None))
+        return await _resumed(request, *split_event_id(given, None), request.scope["path"])
 
     return resume_or_begin
 
@@ -134,7 +135,7 @@ async def follow(request: Request) -> ASGIApp:
     if request.method == "HEAD":  # it would take the stream from whoever reads, and show nothing
         raise WrongMethod("a stream takes GET and DELETE")
     name = request.path_params["id"]
-    return await _resumed(request, *split_event_id(_given(request) or "0", name))
+    return await _resumed(request, *split_event_id(_given(request) or "0", name), "")
 
 
 async def end(request: Request) -> Response:
@@ -149,13 +150,14 @@ async def end(request: Request) -> Response:
     return Response(encode_json(content), media_type="application/json")
 
 
-async def _resumed(request: Request, name: str, after: int) -> ASGIApp:
+async def _resumed(request: Request, name: str, after: int, route: str) -> ASGIApp:
     service, exchange = service_of(request), exchange_of(request)
     exchange.detail = f" resumed after={after}"
     if _worker(name) != service.streams.worker:
-        return _passed_on(exchange, *await _ask(service.folder, Asked("follow", name, after)))
+        asked = Asked("follow", name, after, route)
+        return _passed_on(exchange, *await _ask(service.folder, asked))
     live = service.streams.find(name)
-    live.buffer.after(after)  # raises while there is a status to tell
+    live.check(after, route)  # raises while there is a status to tell
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await deliver(live, after, exchange, receive, send)

@@ -35,8 +35,9 @@ Headers = list[tuple[bytes, bytes]]
 class Live:
     """One stream: what its writer does and what its reader sees."""
 
-    def __init__(self, name: str, grace_s: float, max_bytes: int) -> None:
-        self.name = name
+    def __init__(self, name: str, route: str, grace_s: float, max_bytes: int) -> None:
+        """route: the path that it began at."""
+        self.name, self.route = name, route
         self.buffer = EventBuffer(name, max_bytes)
         self.headers: Headers | None = None  # None: not begun
         self.ended = False
@@ -85,6 +86,18 @@ class Live:
             self._news.clear()
             await self._news.wait()
         return self.headers
+
+    def check(self, after: int, route: str) -> None:
+        """Whether events behind `after` can be read on that route; "" = on one that goes on with
+        any stream. Raises InvalidRequest, and as `EventBuffer.after`.
+        """
+        if route not in ("", self.route):
+            raise InvalidRequest(
+                f"Last-Event-ID names a stream that began at {self.route}, and this is {route}: "
+                f"come back there, or with GET /v1/streams/{self.name}",
+                param="Last-Event-ID",
+            )
+        self.buffer.after(after)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """Events behind `after`, and a comment now and then, until the end, or until another
@@ -171,7 +184,7 @@ class Streams:
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             name = stream_id(self.worker, given_tag(request.headers.get(HOME)))
-            live = Live(name, self._grace_s, self._max_bytes)
+            live = Live(name, exchange.path, self._grace_s, self._max_bytes)
             inside = copy.copy(exchange)  # what the writer writes to; no client can stall it
             inside.send, inside.transport, inside.cycle = live.send, None, None
             exchange.tokens = tokens

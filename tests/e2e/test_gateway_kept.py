@@ -93,6 +93,11 @@ def test_kept_responses_and_streams(gateways: list[GatewayProcess], keeper: Serv
     reader.close()
     (card,) = keeper.get("/v1/models")[1]["data"]
     assert card["stream_resume_s"] > 0
+    elsewhere = Reader(gateways[1], RESPONSES, {"model": "fake"}, last=last_id(seen))
+    error = json.loads(elsewhere.response.read())["error"]
+    elsewhere.close()
+    assert (elsewhere.response.status, error["param"]) == (400, "Last-Event-ID")
+    assert f"at {CHAT}, and this is {RESPONSES}:" in error["message"]
     drained = {"worker": keeper.url}
     assert ask(gateways[1], "POST", "/gateway/drain", drained)[0] == 200
     reader = Reader(gateways[1], CHAT, {"model": "fake"}, last=last_id(seen))

@@ -14,6 +14,7 @@ from websockets.sync.client import connect
 from tests.e2e.serving import Server
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+COMPLETIONS = "/v1/completions"
 ID = re.compile(r"^id: (\d+-(?:[0-9a-f]{12}-)?[0-9a-f]{32})\.(\d+)$", re.MULTILINE)
 HI = [{"role": "user", "content": "hi"}]
 
@@ -66,7 +67,7 @@ class Reader:
 
 
 def body(path: str = CHAT, **more: Any) -> dict[str, Any]:
-    asked = {"input": "hi"} if path == RESPONSES else {"messages": HI}
+    asked = {RESPONSES: {"input": "hi"}, COMPLETIONS: {"prompt": "hi"}}.get(path, {"messages": HI})
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     return {**asked, limit: 60, "seed": 3, "stream": True, "ignore_eos": True, **more}
 
@@ -77,12 +78,9 @@ def last_id(events: list[str]) -> str:
     return f"{match[1]}.{match[2]}"
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, "/v1/completions"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, COMPLETIONS])
 def test_back_and_back_again(server: Server, path: str) -> None:
-    asked = body(path)
-    if path == "/v1/completions":
-        asked["prompt"] = asked.pop("messages")[0]["content"]
-    reader = Reader(server, path, asked)
+    reader = Reader(server, path, body(path))
     seen = reader.events(3)
     name = reader.name
     for turn in range(8):  # each connection may land on either process
@@ -170,6 +168,31 @@ def test_an_end_when_the_first_events_are_forgotten(server: Server) -> None:
         status, _, raw = server.request("DELETE", f"/v1/streams/{reader.name}")
         assert (status, json.loads(raw).get("ended")) == (200, True)
     server.wait_idle()
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, COMPLETIONS])
+def test_a_stream_of_another_route(server: Server, path: str) -> None:
+    """Whichever process gets the request; who reads the stream goes on."""
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    first = Reader(server, path, body(path, **{limit: 3500}))
+    last = last_id(first.events(2))
+    for other in {CHAT, MESSAGES, RESPONSES, COMPLETIONS} - {path}:
+        for _ in range(4):
+            late = Reader(server, other, {}, last=last)
+            error = json.loads(late.response.read())["error"]
+            late.close()
+            assert (late.response.status, error["type"]) == (400, "invalid_request_error")
+            assert other == MESSAGES or error["param"] == "Last-Event-ID"
+            for named in ("Last-Event-ID", f"at {path}, and this is {other}:", first.name):
+                assert named in error["message"]
+    assert first.events(200)[-1].count("id: ") == 1
+    for back in (path, f"/v1/streams/{first.name}"):
+        second = Reader(server, back, {} if back == path else None, last=last)
+        assert second.response.status == 200
+        assert len(second.events(2)) == 2
+        second.close()
+    assert server.request("DELETE", f"/v1/streams/{first.name}")[0] == 200
+    first.close()
 
 
 def test_several_event_ids_or_an_empty_one(server: Server) -> None:

@@ -58,7 +58,7 @@ def event(live: Live, text: bytes, *, more: bool = True) -> asyncio.Task[None]:
 
 
 async def begun(grace_s: float = 30.0, max_bytes: int = 4096) -> Live:
-    live = Live("s", grace_s, max_bytes)
+    live = Live("s", "/v1/chat/completions", grace_s, max_bytes)
     await live.send({"type": "http.response.start", "status": 200, "headers": []})
     return live
 
@@ -108,6 +108,20 @@ async def test_a_writer_that_waits_ends_with_its_stream() -> None:
     assert not all(task.done() for task in writing)
     live.give_up()
     await asyncio.gather(*writing)
+
+
+async def test_a_stream_goes_on_where_it_began() -> None:
+    live = await begun()
+    await event(live, b"a")
+    for route in ("", "/v1/chat/completions"):
+        live.check(1, route)
+    with pytest.raises(InvalidRequest, match="no event 2"):
+        live.check(2, "")
+    with pytest.raises(InvalidRequest) as caught:
+        live.check(1, "/v1/messages")
+    assert caught.value.param == "Last-Event-ID"
+    for named in ("Last-Event-ID", "/v1/chat/completions", "/v1/messages", "/v1/streams/s"):
+        assert named in caught.value.message
 
 
 def test_event_ids() -> None:
