@@ -276,6 +276,20 @@ def test_gate_and_up_with_a_bias_are_the_librarys(
     runner.close()
 
 
+def test_layers_that_leave_out_small_gates_are_the_librarys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two of the five do, between product and activation."""
+    _, files = save("gemma3n", tmp_path)
+    config, seen = over_tiles(monkeypatch)
+    runner = interpreted(files, tiles=config)
+    with torch.inference_mode():
+        runner._forward._pad("alone", 4)
+        runner._forward._graph_work("alone", 4)
+    assert seen == [4] * 3
+    runner.close()
+
+
 def test_chunks_of_graphs_by_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In graphs from a size on, and no token changes. What does not fit is launched call by
     call, and too long a sequence is our kernel's."""
