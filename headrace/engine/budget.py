@@ -54,6 +54,10 @@ class Budget(Protocol):
     def learn(self, predicted_s: float, busy_s: float) -> None:
         """A step of which that was predicted, > 0, kept the device busy for `busy_s` seconds."""
 
+    @property
+    def factor(self) -> float:
+        """How many times what was predicted steps take, by what was learned."""
+
 
 def budget_for(cost: StepCost | None, max_tokens: int, target_s: float) -> Budget:
     """The budget of an engine whose steps hold `max_tokens` tokens; target_s = 0 is no limit."""
@@ -101,6 +105,11 @@ class StaticBudget:
     def learn(self, predicted_s: float, busy_s: float) -> None:
         """Nobody tells what was never predicted."""
         raise AssertionError("a budget that predicts nothing")
+
+    @property
+    def factor(self) -> float:
+        """Nothing was."""
+        return 1.0
 
 
 class CostBudget:
@@ -175,6 +184,11 @@ class CostBudget:
     def learn(self, predicted_s: float, busy_s: float) -> None:
         """See `Budget`."""
         self._lateness.learn(predicted_s, busy_s)
+
+    @property
+    def factor(self) -> float:
+        """See `Budget`."""
+        return self._lateness.factor
 
     def _model_s(self) -> float:
         return self._cost.seconds(self._tokens, self._pairs, self._reads)

@@ -303,6 +303,7 @@ class Engine:
             queried_tokens=tally.queried_tokens,
             prefill_tokens=tally.prefill_tokens,
             kv_tokens=kv.kept_tokens,
+            step_factor=self.scheduler.budget.factor,
         )
 
     def close(self) -> None:

@@ -62,6 +62,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     queried_tokens: int = 0  # of prompt_tokens, looked up in the prefix cache
     prefill_tokens: int = 0  # computed in chunks, recomputed ones too
     kv_tokens: int = 0  # that the KV cache keeps in every layer
+    step_factor: float = 1.0  # times what was predicted, steps with prompts take beside decodes
 
 
 class StepTimes(NamedTuple):

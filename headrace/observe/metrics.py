@@ -29,7 +29,7 @@ REGISTRY = CollectorRegistry()
 
 
 class Stats(Protocol):
-    """What the engine counts: four gauges, then totals.
+    """What the engine counts: gauges, then totals.
 
     `finished` is reason -> requests, `runner` what its runner alone can count: event -> times.
     """
@@ -44,6 +44,8 @@ class Stats(Protocol):
     def kv_tokens(self) -> int: ...
     @property
     def kv_used(self) -> int: ...
+    @property
+    def step_factor(self) -> float: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -117,6 +119,11 @@ class EngineMetrics:
         ("kv_blocks", "headrace_kv_blocks", "KV blocks in the pool"),
         ("kv_used", "headrace_kv_blocks_used", "KV blocks that a request holds"),
         ("kv_tokens", "headrace_kv_tokens", "tokens that the KV cache keeps in every layer"),
+        (
+            "step_factor",
+            "headrace_step_time_factor",
+            "times what was predicted that steps held to the ITL target take; 1 at the start",
+        ),
     )
     COUNTERS = (
         ("steps", "headrace_steps", "steps finished"),

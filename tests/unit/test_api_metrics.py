@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -58,6 +59,9 @@ def test_engine_metrics_in_one_process() -> None:
     metrics.update(stats(1, 9, {"stop": 2, "abort": 1}, kv_used=5))
     found = values(expose(registry).decode())
     assert found["headrace_requests_running"] == found["vllm:num_requests_running"] == 1
+    assert found["headrace_step_time_factor"] == 1.0
+    metrics.update(msgspec.structs.replace(stats(0, 9, {"stop": 3, "abort": 1}), step_factor=1.08))
+    assert values(expose(registry).decode())["headrace_step_time_factor"] == 1.08
     assert found["headrace_requests_waiting"] == found["vllm:num_requests_waiting"] == 3
     assert found["headrace_kv_usage_ratio"] == found["vllm:kv_cache_usage_perc"] == 0.5
     assert found["vllm:cache_config_info"] == 1

@@ -396,6 +396,8 @@ def test_a_card_that_is_slower_than_it_was_at_the_start_keeps_the_target_too() -
     late, right = Storm(TARGET_S, slower=1.12), Storm(TARGET_S)
     late.run()
     right.run()
+    assert late.engine.stats().step_factor > 1.1
+    assert right.engine.stats().step_factor == pytest.approx(1.0)
     assert max(late.gaps_s) <= TARGET_S * (1 + 1e-9)
     assert max(late.ttft_s.values()) < 1.35 * max(right.ttft_s.values())
     fast = Storm(TARGET_S, slower=0.92)

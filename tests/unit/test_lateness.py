@@ -41,6 +41,7 @@ def test_a_budget_learns_of_its_limited_steps_alone() -> None:
     assert budget.predicted_s == pytest.approx(step_s(COST, decodes, before))
     for _ in range(10):
         budget.learn(budget.predicted_s, budget.predicted_s * 1.2)
+    assert 1.19 < budget.factor <= 1.2
     ((_, count),) = after = fill(budget, decodes, [(0, 8000)])
     assert count < before[0][1]
     assert step_s(COST, decodes, after) * 1.19 <= TARGET_S
