@@ -55,7 +55,7 @@ async def requests(request: Request) -> Response:
 
 
 async def one(request: Request) -> Response:
-    """One record. Raises NotFound."""
+    """One record, by its key or its request's id. Raises NotFound."""
     name = request.path_params["id"]
     found = await service_of(request).records.find(name, _whose(request))
     if found is None:

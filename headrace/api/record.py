@@ -124,7 +124,10 @@ class Full:
 
 
 class Record:
-    """Times are time.monotonic(), 0 = not yet."""
+    """Times are time.monotonic(), 0 = not yet. key: the name of the caller's API key.
+
+    Clients may give several requests the same id. `mark` is this one's alone, in all processes.
+    """
 
     __slots__ = (
         "_answer",
@@ -144,6 +147,7 @@ class Record:
         "id",
         "key",
         "last_token_s",
+        "mark",
         "model",
         "note",
         "output_tokens",
@@ -161,14 +165,14 @@ class Record:
         "trace_id",
     )
 
-    def __init__(self, caller: Caller, model: str, full: Full | None) -> None:
+    def __init__(self, caller: Caller, model: str, mark: str, full: Full | None) -> None:
         self.id, self.endpoint, self.key, self.model = (
             caller.request_id,
             caller.path,
             caller.key,
             model,
         )
-        self.full, self.trace_id = full, caller.trace_id
+        self.mark, self.full, self.trace_id = mark, full, caller.trace_id
         self.note = ""  # why it is not what was asked for
         self.arrived_s, self.created_s = caller.arrived_s, time.time()
         self.parsed_s = self.rendered_s = self.tokenized_s = self.submitted_s = 0.0
@@ -183,6 +187,11 @@ class Record:
         self._stream: Times | None = None  # these while it runs
         self._answer: Counted | None = None
         self._bill: Charges | None = None
+
+    @property
+    def name(self) -> str:
+        """Its own, where `id` may be that of others too."""
+        return f"{self.id}~{self.mark}"
 
     def parsed(self) -> None:
         """The body was read and is sound."""
@@ -251,6 +260,7 @@ class Record:
         first_s = self.first_token_s
         return {
             "id": self.id,
+            "key": self.name,
             "endpoint": self.endpoint,
             "model": self.model,
             "created_s": self.created_s,

@@ -3,9 +3,13 @@
 Each process holds the records of the requests that it served. It answers the others over a socket
 in the server's own folder, which lets nobody else in:
 
-    {"op": "newest" | "find", "name": id, "count": number, "key": name of an API key}\\n  ->
+    {"op": "newest" | "meant" | "find", "name": name or id, "count": number,
+     "key": name of an API key}\\n                                                       ->
     the records as JSON, a space before it where that takes time, or nothing where there
-    is none; then the end                                                                <-
+    is none; then the end                                                             <-
+
+What a name or an id stands for is asked of all first (`meant`: rows with id, key and at_s), then
+the whole record of the process that has it.
 """
 
 from __future__ import annotations
@@ -20,15 +24,23 @@ from typing import Any
 import msgspec
 
 from headrace.api.record import Record
-from headrace.api.recorder import Recorder
+from headrace.api.recorder import MOST_SAME, Recorder
 
 log = logging.getLogger("headrace.api")
 
 PATIENCE_S = 2.0  # with another process, until it says whether it has something
 WHOLE_S = 60.0  # until that is here: a long record is seconds of work
 FOUND = b" "  # it has: space before JSON
-MOST_NAME_CHARS = 128  # of a request's id; see `edge.REQUEST_ID`
+MOST_NAME_CHARS = 160  # of a request's id, 128 (see `edge.REQUEST_ID`), and a mark
 Show = Callable[[Record], dict[str, Any]]  # a whole record; from any thread
+
+
+class _Meant(msgspec.Struct, frozen=True):
+    """A record that a name or an id may mean. key: its name; at_s: wall clock."""
+
+    id: str
+    key: str
+    at_s: float
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -69,14 +81,32 @@ class RecordRelay:
             found += msgspec.json.decode(said)
         return sorted(found, key=lambda record: -record["created_s"])[:count]
 
-    async def find(self, name: str, key: str) -> bytes | None:
-        """The whole record with this id, as JSON."""
-        if len(name) > MOST_NAME_CHARS:
+    async def find(self, given: str, key: str) -> bytes | None:
+        """The whole record with this name, or the newest with this id, as JSON; and which others
+        have the id."""
+        if len(given) > MOST_NAME_CHARS:
             return None
-        asked = Asked("find", name, key=key)
-        if (mine := self._recorder.find(name, key)) is not None:
-            return await self._whole(mine)
-        return next(filter(None, await self._ask_others(asked)), None)
+        meant = self._meant(given, key)
+        for said in await self._ask_others(Asked("meant", given, key=key)):
+            meant += msgspec.json.decode(said, type=list[_Meant])
+        meant.sort(key=lambda one: -one.at_s)
+        named = [one for one in meant if one.key == given] or [o for o in meant if o.id == given]
+        if not named:
+            return None
+        chosen = named[0]
+        if (mine := self._recorder.find(chosen.key, key)) is not None:
+            whole = await self._whole(mine)
+        else:
+            said_by = await self._ask_others(Asked("find", chosen.key, key=key))
+            if not (whole := next(filter(None, said_by), b"")):
+                return None  # it has left the ring
+        same = [one for one in meant if one.id == chosen.id and one != chosen][:MOST_SAME]
+        rows = [{"key": one.key, "at_s": one.at_s} for one in same]
+        return whole.removesuffix(b"}") + b',"same_id":' + msgspec.json.encode(rows) + b"}"
+
+    def _meant(self, given: str, key: str) -> list[_Meant]:
+        found = self._recorder.meant(given, key)
+        return [_Meant(record.id, record.name, record.created_s) for record in found]
 
     async def _whole(self, record: Record) -> bytes:
         async with self._one:
@@ -90,6 +120,8 @@ class RecordRelay:
                 if (record := self._recorder.find(asked.name, asked.key)) is not None:
                     writer.write(FOUND)
                     writer.write(await self._whole(record))
+            elif asked.op == "meant":
+                writer.write(msgspec.json.encode(self._meant(asked.name, asked.key)))
             else:
                 newest = self._recorder.newest(asked.count, asked.key)
                 writer.write(msgspec.json.encode([record.light() for record in newest]))

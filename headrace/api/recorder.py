@@ -2,10 +2,16 @@
 
 All are in the ring of light records; those that asked to be recorded in full are in a ring of their
 own instead, so that a busy server's other requests do not push them out.
+
+Every request has a record of its own. Clients may give several the same id, so a record also has a
+name, `ID~...`, which no other has in any process of the server; an id stands for the newest of its
+requests.
 """
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections import Counter, deque
 from collections.abc import Mapping
 from heapq import merge
@@ -19,6 +25,7 @@ HEADER = b"x-headrace-record"
 FULL = b"full"
 MOST_FULL = 8  # requests recorded in full at the same time, in one process
 MOST_FULL_A_KEY = 4  # of one API key
+MOST_SAME = 50  # of an id, named beside the one that is told
 
 
 class Recorder:
@@ -40,6 +47,7 @@ class Recorder:
         self._model, self._count, self._most_bytes = model, count, full_bytes
         self._offers_full = offers_full and count > 0
         self._always = always
+        self._process, self._numbers = secrets.token_hex(4), itertools.count()  # in names
         self._light: deque[Record] = deque(maxlen=count)  # oldest first
         self._full: deque[Record] = deque()
         self._running: Counter[str] = Counter()  # full ones, by API key
@@ -50,9 +58,12 @@ class Recorder:
             return self._open_full(caller, asked)
         if not self._count and not self._always:
             return None
-        record = Record(caller, self._model, None)
+        record = self._new(caller, None)
         self._light.append(record)
         return record
+
+    def _new(self, caller: Caller, full: Full | None) -> Record:
+        return Record(caller, self._model, f"{self._process}{next(self._numbers):x}", full)
 
     def _open_full(self, caller: Caller, asked: bytes) -> Record:
         if asked != FULL:
@@ -68,11 +79,11 @@ class Recorder:
         elif self._running.total() >= MOST_FULL:
             others = f"{MOST_FULL} others"
         if others:
-            record = Record(caller, self._model, None)
+            record = self._new(caller, None)
             record.note = f"a light record: {others} were being recorded in full"
             self._light.append(record)
             return record
-        record = Record(caller, self._model, Full())
+        record = self._new(caller, Full())
         self._full.append(record)
         self._running[record.key] += 1
         return record
@@ -101,6 +112,20 @@ class Recorder:
         return list(islice((record for record in both if key in ("", record.key)), count))
 
     def find(self, name: str, key: str) -> Record | None:
-        """The newest with this id, if it is one of that API key; "" = any."""
-        found = (r for r in self.newest(len(self._light) + len(self._full), key) if r.id == name)
-        return next(found, None)
+        """The one with this name, if it is one of that API key; "" = any."""
+        return next((record for record in self._all(key) if record.name == name), None)
+
+    def meant(self, given: str, key: str) -> list[Record]:
+        """Those that `given`, a name or an id, may mean, and others with the id of that name; the
+        newest of each, newest first."""
+        every = self._all(key)
+        named = [record for record in every if record.name == given]
+        of_name = (record for record in every if record.id == given.rpartition("~")[0])
+        of_id = (record for record in every if record.id == given)
+        found = [*named, *islice(of_name, MOST_SAME + 1), *islice(of_id, MOST_SAME + 1)]
+        return sorted(
+            {record.name: record for record in found}.values(), key=lambda r: -r.arrived_s
+        )
+
+    def _all(self, key: str) -> list[Record]:
+        return self.newest(len(self._light) + len(self._full), key)

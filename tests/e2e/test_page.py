@@ -56,7 +56,7 @@ def figures(within: Locator) -> dict[str, str]:
 def record_of(page: Page, server: ServeProcess) -> dict[str, Any]:
     """What the API says of the request that is open, when the page knows that it has ended."""
     identity = page.url.split("/")[-2]
-    expect(page.locator(f"#stage-panel[data-of='{identity}'][data-state=done]")).to_be_visible()
+    expect(page.locator(f"#stage-panel[data-of^='{identity}~'][data-state=done]")).to_be_visible()
     status, text = server.get(f"/ui/api/requests/{identity}")
     assert status == 200, text
     return dict(json.loads(text))

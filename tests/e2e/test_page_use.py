@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from importlib.resources import files
@@ -78,12 +79,12 @@ def test_the_key_stays_in_the_tab(chromium: Browser, server: Server) -> None:
         assert KEY not in page.url
 
 
-def busy(server: Server, count: int) -> list[socket.socket]:
-    """That many requests that run until their socket is closed."""
+def busy(server: Server, count: int, name: str = "") -> list[socket.socket]:
+    """That many requests with that id that run until their socket is closed."""
     raw = b'{"prompt": "x", "max_tokens": 4000, "ignore_eos": true}'
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
-        f"authorization: Bearer {KEY}\r\ncontent-length: {len(raw)}\r\n\r\n"
+        f"authorization: Bearer {KEY}\r\nx-request-id: {name}\r\ncontent-length: {len(raw)}\r\n\r\n"
     )
     sockets = []
     for _ in range(count):
@@ -173,6 +174,66 @@ def test_all_of_it_by_keyboard(chromium: Browser, server: Server) -> None:
         page.locator("#theme").focus()
         keys.press("Enter")
         expect(page.locator("html")).to_have_attribute("data-theme", "light")
+
+
+def post_as(server: Server, name: str, count: int) -> list[str]:
+    """A request of so many tokens with that id; keys of those that have it, newest first."""
+    head = {"authorization": f"Bearer {KEY}", "x-request-id": name, "x-headrace-record": "full"}
+    asked = {"prompt": "x", "max_tokens": count, "ignore_eos": True}
+    assert server.request("POST", "/v1/completions", asked, head)[0] == 200
+    listed = json.loads(server.request("GET", "/ui/api/requests", headers=head)[2])
+    return [one["key"] for one in listed if one["id"] == name]
+
+
+def test_requests_of_one_id(chromium: Browser, server: Server) -> None:
+    post_as(server, "mine", 2)
+    newest, first = post_as(server, "mine", 3)
+    with visit(chromium, server.url, "#/request/mine/11") as seen:
+        page = seen.page
+        unlock(page)
+        expect(page.locator(".ring-row .id", has_text="mine")).to_have_count(2)
+        marked, panel = (
+            page.locator(".ring-row[aria-selected='true']"),
+            page.locator("#stage-panel"),
+        )
+        output = panel.locator("dl div", has=page.get_by_text("output", exact=True)).locator("dd")
+        for open_it, key, count in (
+            (None, newest, "3"),
+            (panel.locator(".same-id a"), first, "2"),
+            (panel.locator(".same-id a"), newest, "3"),
+            (page.locator(f".ring-row[data-id='{first}']"), first, "2"),
+        ):
+            if open_it is not None:
+                open_it.click()
+            expect(panel).to_have_attribute("data-of", key)
+            expect(marked).to_have_attribute("data-id", key)
+            expect(panel).to_have_attribute("data-stage", "11")
+            expect(output).to_have_text(count)
+        for stage, label in ((5, "Step"), (10, "Draw")):  # what is chosen in one is its own
+            page.locator(f"#stage-{stage}").click()
+            slider = panel.get_by_label(label, exact=True)
+            slider.fill("1")
+            panel.locator(".same-id a").click()
+            expect(panel).to_have_attribute("data-of", newest)
+            expect(slider).to_have_value("0")
+            panel.locator(".same-id a").click()
+            expect(panel).to_have_attribute("data-of", first)
+            expect(slider).to_have_value("1")
+
+
+def test_a_newer_request_of_an_id_takes_no_place(chromium: Browser, server: Server) -> None:
+    (opened,) = busy(server, 1, "again")
+    with visit(chromium, server.url, "#/request/again/11") as seen:
+        page = seen.page
+        unlock(page)
+        panel = page.locator("#stage-panel")
+        expect(panel).to_have_attribute("data-state", "running")
+        first = panel.get_attribute("data-of")
+        assert post_as(server, "again", 1)[1] == first
+        opened.close()
+        expect(page.locator(f"#stage-panel[data-of='{first}'][data-state=done]")).to_be_visible()
+        page.goto(f"{server.url}/ui#/request/none/11")
+        expect(panel).to_contain_text("no request 'none'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

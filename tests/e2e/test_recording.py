@@ -93,6 +93,23 @@ def test_the_list_has_light_records(shared_server: Server) -> None:
     assert "prompt" not in whole
 
 
+def test_requests_of_one_id(shared_server: Server) -> None:
+    """Each has a record, whichever process served it and whichever is asked."""
+    counts = [1, 2, 3, 4]
+    for count in counts:
+        assert ask(shared_server.url, {"max_tokens": count}, x_request_id="mine")[0] == "mine"
+    listed = [one for one in shown(shared_server.url, "requests?limit=9") if one["id"] == "mine"]
+    assert [one["output_tokens"] for one in listed] == counts[::-1]
+    for _ in range(4):
+        for asked, meant in [("mine", listed[0]), *((one["key"], one) for one in listed)]:
+            told = shown(shared_server.url, f"requests/{asked}")
+            assert (told["id"], told["key"]) == ("mine", meant["key"])
+            assert told["usage"]["completion_tokens"] == meant["output_tokens"]
+            assert told["same_id"] == [
+                {"key": one["key"], "at_s": one["created_s"]} for one in listed if one != meant
+            ]
+
+
 def test_what_is_not_there_is_said(shared_server: Server) -> None:
     assert shared_server.get("/ui/api/requests/none")[1]["error"]["code"] == "request_not_found"
     assert shared_server.get("/ui/api/requests?limit=0")[0] == 400

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.api.prompt_spans import content_spans
 from headrace.api.record import MOST_BYTES, MOST_TOKENS, Full, Record
 from headrace.api.record_relay import PATIENCE_S, RecordRelay
-from headrace.api.recorder import HEADER, MOST_FULL, MOST_FULL_A_KEY, Recorder
+from headrace.api.recorder import HEADER, MOST_FULL, MOST_FULL_A_KEY, MOST_SAME, Recorder
 from headrace.errors import InvalidRequest
 from headrace.observe.current import quantile
 from headrace.sources.card import read_card
@@ -33,8 +33,10 @@ def caller(name: str, key: str = "", at_s: float = 1.0) -> SimpleNamespace:
     )
 
 
-def opened(recorder: Recorder, name: str, *, full: bool = False, key: str = "") -> Record:
-    made = recorder.open(caller(name, key), FULL if full else {})
+def opened(
+    recorder: Recorder, name: str, *, full: bool = False, key: str = "", at_s: float = 1.0
+) -> Record:
+    made = recorder.open(caller(name, key, at_s), FULL if full else {})
     assert made is not None
     return made
 
@@ -48,7 +50,7 @@ def test_the_newest_stay() -> None:
     for i in range(5):
         recorder.close(opened(recorder, f"r{i}"), 200, "")
     assert sorted(names(recorder)) == ["r2", "r3", "r4"]
-    assert recorder.find("r1", "") is None
+    assert recorder.meant("r1", "") == []
 
 
 def test_light_ones_do_not_push_out_a_full_one() -> None:
@@ -56,8 +58,7 @@ def test_light_ones_do_not_push_out_a_full_one() -> None:
     recorder.close(opened(recorder, "mine", full=True), 200, "")
     for i in range(9):
         recorder.close(opened(recorder, f"r{i}"), 200, "")
-    found = recorder.find("mine", "")
-    assert found is not None
+    (found,) = recorder.meant("mine", "")
     assert found.whole()["full"]
 
 
@@ -128,8 +129,10 @@ def test_a_key_sees_its_own_requests() -> None:
     for i in range(4):
         recorder.close(opened(recorder, f"r{i}", key=f"key{i % 2}", full=i > 1), 200, "")
     assert sorted(names(recorder, "key0")) == ["r0", "r2"]
-    assert recorder.find("r1", "key0") is None
-    assert recorder.find("r1", "key1") is not None
+    assert recorder.meant("r1", "key0") == []
+    (found,) = recorder.meant("r1", "key1")
+    assert recorder.find(found.name, "key0") is None
+    assert recorder.find(found.name, "key1") is found
     assert len(names(recorder)) == 4
 
 
@@ -217,6 +220,65 @@ async def test_another_process_that_takes_long_is_waited_for(
         assert await second.find("other", "") is None
     finally:
         await first.close()
+
+
+def test_requests_of_one_id_have_a_record_each() -> None:
+    recorder = Recorder("m", 100, 10**6, offers_full=True)
+    for i in range(MOST_SAME + 5):
+        made = opened(recorder, "mine", at_s=float(i), full=i == 3, key=f"key{i % 2}")
+        recorder.close(made, 200, "")
+    every = recorder.newest(1000, "")
+    assert len({record.name for record in every}) == MOST_SAME + 5
+    assert [record.light()["key"] for record in every] == [record.name for record in every]
+    assert recorder.meant("mine", "") == every[: MOST_SAME + 1]
+    oldest = every[-1]
+    assert recorder.find(oldest.name, "") is oldest
+    assert recorder.meant(oldest.name, "") == [*every[: MOST_SAME + 1], oldest]
+    assert {record.key for record in recorder.meant("mine", "key1")} == {"key1"}
+    assert recorder.meant(oldest.name, "key1") == recorder.meant("mine", "key1")
+
+
+async def test_an_id_stands_for_the_newest_of_all_processes(tmp_path: Path) -> None:
+    one, two = (Recorder("m", 10, 10**6, offers_full=True) for _ in range(2))
+    relay = [
+        RecordRelay(recorder, lambda record: record.whole(), worker, tmp_path)
+        for worker, recorder in enumerate((one, two))
+    ]
+    made = []
+    for i, recorder in enumerate((one, two, one, two)):
+        made.append(opened(recorder, "mine", full=i == 1))
+        made[-1].created_s = 100.0 + i
+        recorder.close(made[-1], 200, "")
+    other = opened(one, made[1].name)  # its id is the key of one that another process has
+    other.created_s = 105.0
+    for each in relay:
+        await each.start()
+    try:
+        for asks in relay:
+            listed = await asks.newest(10, "")
+            assert [light["key"] for light in listed] == [r.name for r in (other, *made[::-1])]
+            for given, meant in [("mine", made[3]), *((record.name, record) for record in made)]:
+                found = await asks.find(given, "")
+                assert found is not None
+                told = msgspec.json.decode(found)
+                assert (told["id"], told["key"], told["full"]) == (
+                    "mine",
+                    meant.name,
+                    meant is made[1],
+                )
+                assert told["same_id"] == [
+                    {"key": record.name, "at_s": record.created_s}
+                    for record in reversed(made)
+                    if record is not meant
+                ]
+            found = await asks.find(other.name, "")
+            assert found is not None
+            assert msgspec.json.decode(found)["same_id"] == []
+            assert await asks.find("mine~", "") is None
+            assert await asks.find(made[0].name + "0", "") is None
+    finally:
+        for each in relay:
+            await each.close()
 
 
 async def test_a_question_that_is_too_long_harms_no_process(tmp_path: Path) -> None:

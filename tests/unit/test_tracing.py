@@ -47,7 +47,7 @@ def record_of(trace_id: str = "") -> Record:
         arrived_s=time.monotonic() - 1.0,
         trace_id=trace_id,
     )
-    return Record(caller, "m", None)
+    return Record(caller, "m", "0", None)
 
 
 def test_a_request_and_its_stages() -> None:

@@ -4,7 +4,8 @@ import { metric, metricWhole } from "./format.js";
 import { perFrame } from "./frame.js";
 import { chosen, stages } from "./records.js";
 import { mark, rove } from "./roving.js";
-import { go, place } from "./route.js";
+import { addressOf, go, place } from "./route.js";
+import { sameId } from "./same_id.js";
 import { VIEWS } from "./stages/views.js";
 
 const PHASES = {
@@ -59,7 +60,7 @@ export function startPipeline(box) {
 /** Whether somebody is at something in the panel: it is not taken from under their hands. */
 function isBusy(panel) {
   const running =
-    chosen.value.record?.state === "running" && panel.dataset.of === chosen.value.record.id;
+    chosen.value.record?.state === "running" && panel.dataset.of === chosen.value.record.key;
   return running && panel !== document.activeElement && panel.contains(document.activeElement);
 }
 
@@ -104,7 +105,7 @@ function fillPanel(panel) {
   if (!stage) return;
   const { record, problem } = chosen.value;
   panel.setAttribute("aria-labelledby", `stage-${stage.number}`);
-  panel.dataset.of = record?.id ?? "";
+  panel.dataset.of = record?.key ?? "";
   panel.dataset.state = record?.state ?? "";
   panel.dataset.stage = String(stage.number);
   const head = el(
@@ -145,13 +146,13 @@ function find(panel, name) {
   );
 }
 
-/** Why a request failed, and why its record is not all that was asked for. */
-function remarks({ error, note, cut }) {
+/** Why a request failed, why its record is not all that was asked for, and who has its id too. */
+function remarks({ error, note, cut, same_id: others }) {
   const failed = error
     ? [el("p", { class: "problem", text: `It ended with an error: ${error}` })]
     : [];
   const said = [note, cut].filter(Boolean).map((text) => el("p", { class: "label", text }));
-  return [...failed, ...said];
+  return [...failed, ...said, ...sameId(others, addressOf)];
 }
 
 function sentence(words) {

@@ -9,7 +9,7 @@ export const LIMIT = 50;
 
 /** Light records, newest first. */
 export const ring = cell([]);
-/** {record} of the chosen request, {problem} or {} when none is chosen. */
+/** {id, record} of the chosen request, {id, problem} or {}; its id or key, as it was chosen. */
 export const chosen = cell({});
 /** The eleven stages with their metrics. */
 export const stages = cell([]);
@@ -57,15 +57,18 @@ async function lookAt(target, path) {
 async function lookAtChosen() {
   const { id } = place.value;
   if (!id) return chosen.set({});
-  const { record } = chosen.value;
-  const known = record?.id === id;
+  const { id: asked, record } = chosen.value;
+  const known = asked === id && record;
   if (known && (record.state === "done" || (skip -= 1) > 0)) return;
   try {
-    const { found, chars } = await getSized(`ui/api/requests/${encodeURIComponent(id)}`);
+    // A newer request with its id does not take the place of one that is looked at.
+    const name = encodeURIComponent(known ? record.key : id);
+    const { found, chars } = await getSized(`ui/api/requests/${name}`);
     skip = chars / LIGHT_CHARS;
-    if (place.value.id === id) chosen.set({ record: found });
+    if (place.value.id === id) chosen.set({ id, record: found });
   } catch (error) {
-    if (place.value.id === id && chosen.value.problem !== error.message)
+    const { id: shown, problem } = chosen.value;
+    if (place.value.id === id && (shown !== id || problem !== error.message))
       chosen.set({ id, problem: error.message });
   }
 }

@@ -15,7 +15,12 @@ export function startRingList(pane) {
     const records = ring.value;
     none.hidden = records.length > 0;
     total.textContent = records.length ? `last ${records.length}` : "";
-    list.show(records, place.value.id);
+    // Clients give several requests one id; each has a key of its own.
+    const { id, record } = chosen.value;
+    list.show(
+      records.map((one) => ({ ...one, id: one.key, name: one.id })),
+      id === place.value.id ? record?.key : place.value.id,
+    );
   };
   ring.watch(show);
   chosen.watch(show);
@@ -26,7 +31,7 @@ export function startRingList(pane) {
 function parts(one) {
   const state = one.state === "running" ? "running" : one.error || one.finish_reason || "done";
   return [
-    el("span", { class: "id mono", text: one.id }),
+    el("span", { class: "id mono", text: one.name }),
     el("span", { class: one.full ? "label full" : "label", text: one.full ? "full" : "light" }),
     el("span", { class: "label", text: `${clock(one.created_s)}  ${state}` }),
     el("span", { class: "num", text: `${one.prompt_tokens} + ${one.output_tokens}` }),

@@ -1,11 +1,11 @@
-// What is shown is in the address: #/request/ID/STAGE or #/fleet.
+// What is shown is in the address: #/request/ID/STAGE, #/request/KEY/STAGE or #/fleet.
 import { cell } from "./cell.js";
 
 export const STAGES = 11;
 
 let before = { view: "request", id: "", stage: 1 };
 
-/** {view, id, stage} */
+/** {view, id or key of a request, stage} */
 export const place = cell(read());
 
 addEventListener("hashchange", () => place.set(read()));
@@ -13,9 +13,13 @@ addEventListener("hashchange", () => place.set(read()));
 /** Go somewhere: what is not named stays. */
 export function go(change) {
   const next = { ...place.value, view: "request", ...change };
-  const hash =
-    next.view === "fleet" ? "#/fleet" : `#/request/${encodeURIComponent(next.id)}/${next.stage}`;
+  const hash = next.view === "fleet" ? "#/fleet" : addressOf(next.id, next.stage);
   if (hash !== location.hash) location.hash = hash;
+}
+
+/** Where a request is shown. */
+export function addressOf(id, stage = place.value.stage) {
+  return `#/request/${encodeURIComponent(id)}/${stage}`;
 }
 
 /** Another request, without leaving what is looked at. */

@@ -1,6 +1,8 @@
 // One request: who could have had it, what each score was made of, and what came of it.
 import { block, el, facts, table } from "../dom.js";
 import { clock, count, ms } from "../format.js";
+import { sameId } from "../same_id.js";
+import { addressOf } from "./route.js";
 import { chosen } from "./watch.js";
 import { nameOf, reasonOf, verdictOf } from "./words.js";
 
@@ -30,7 +32,7 @@ function view({ decision, problem, id }) {
     el("h2", {}, "Decision ", el("span", { class: "label mono", text: decision.id })),
     about(decision),
     cachedTokens(decision),
-    ...sameId(decision.same_id),
+    ...sameId(decision.same_id, addressOf),
     ...decision.attempts.map((attempt, at) => attempted(attempt, at, decision.attempts.length)),
   ];
 }
@@ -48,15 +50,6 @@ function about(decision) {
     ["prompt as the worker counts", decision.worker_said?.prompt_tokens],
     ["output tokens", decision.worker_said?.output_tokens],
   ]);
-}
-
-function sameId(others) {
-  if (!others.length) return [];
-  const links = others.flatMap((one) => [
-    " ",
-    el("a", { href: `#/decision/${encodeURIComponent(one.key)}`, text: clock(one.at_s) }),
-  ]);
-  return [el("p", { class: "label same-id" }, "Other requests with this id:", ...links)];
 }
 
 function cachedTokens({ cached_tokens: cached }) {

@@ -10,9 +10,14 @@ export const place = cell(read());
 
 addEventListener("hashchange", () => place.set(read()));
 
+/** Where it is shown why a request went where it went. */
+export function addressOf(id) {
+  return `#/decision/${encodeURIComponent(id)}`;
+}
+
 /** Show why a request went where it went. */
 export function choose(id) {
-  location.hash = `#/decision/${encodeURIComponent(id)}`;
+  location.hash = addressOf(id);
 }
 
 function read() {

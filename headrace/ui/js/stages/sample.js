@@ -26,7 +26,7 @@ export function view(record) {
   const note = record.draws_note ? [el("p", { class: "label", text: record.draws_note })] : [];
   const { draws } = record;
   if (!draws?.length) return [...missing(record, "its draws"), ...note];
-  let at = Math.min(chosenAt.get(record.id) ?? 0, draws.length - 1);
+  let at = Math.min(chosenAt.get(record.key) ?? 0, draws.length - 1);
   const box = el("div", {
     class: "sampler",
     tabindex: "0",
@@ -44,7 +44,7 @@ export function view(record) {
   });
   const choose = (next) => {
     at = Math.max(0, Math.min(draws.length - 1, next));
-    chosenAt.set(record.id, at);
+    chosenAt.set(record.key, at);
     const draw = draws[at];
     slider.value = String(at);
     slider.setAttribute("aria-valuetext", `draw ${at + 1}: ${visible(draw.text)}`);

@@ -22,7 +22,7 @@ export function view(record) {
     block(
       "Steps",
       "tokens in each; the chosen one and the next below",
-      ...timeline(record.id, record.steps),
+      ...timeline(record.key, record.steps),
     ),
   ];
 }

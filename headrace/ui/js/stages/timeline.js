@@ -13,11 +13,11 @@ const PARTS = [
 ];
 const chosenAt = new Map(); // request -> index of its chosen step; outlives a panel
 
-/** steps: of the record `id`. Returns nodes. */
-export function timeline(id, steps) {
+/** name: the record's key; steps: its own. Returns nodes. */
+export function timeline(name, steps) {
   const sums = steps.map(shares);
   const most = Math.max(1, ...steps.map((step) => step.tokens));
-  let at = Math.min(chosenAt.get(id) ?? 0, steps.length - 1);
+  let at = Math.min(chosenAt.get(name) ?? 0, steps.length - 1);
   const pair = el("div");
   const slider = el("input", {
     type: "range",
@@ -36,7 +36,7 @@ export function timeline(id, steps) {
   });
   const choose = (next) => {
     at = Math.max(0, Math.min(steps.length - 1, next));
-    chosenAt.set(id, at);
+    chosenAt.set(name, at);
     slider.value = String(at);
     const { step, tokens, rows, ms: took_ms } = steps[at];
     const words = `step ${step}: ${tokens} tokens, ${rows.length} rows, ${ms(took_ms)}`;
