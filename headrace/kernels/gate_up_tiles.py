@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.activation import ACTS, activate_pair, pair_reference
+from headrace.kernels.activation import ACTS, activate_pair, activation_reference
 from headrace.kernels.launch import launch
 from headrace.kernels.shapes import check_output, check_scale
 
@@ -140,7 +140,4 @@ def gate_up_tiles_reference(
     x: Tensor, weight: Tensor, act: str = "silu", *, scale: Tensor | None = None
 ) -> Tensor:
     """The same in float64."""
-    both = x.double() @ weight.double().T
-    both = both if scale is None else both * scale.double()[:, None]
-    gate, up = both.chunk(2, dim=-1)
-    return pair_reference(gate, up, act)
+    return activation_reference(x.double() @ weight.double().T, act, scale=scale)

@@ -39,6 +39,7 @@ FOLDER = Path(__file__).parent / "tuned"
 KINDS = ("qkv", "out", "gate_up", "down", "head")
 
 
+@functools.cache  # asked for by every product of a step that is launched call by call
 def card_file(device_name: str, folder: Path = FOLDER) -> Path:
     """ "NVIDIA H100 80GB HBM3" -> nvidia-h100-80gb-hbm3.json"""
     return folder / (re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json")

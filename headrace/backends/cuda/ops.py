@@ -373,11 +373,9 @@ class CudaOps:
     ) -> Tensor:
         """`add_mlp` for as many rows as the buffers hold, by the library's products."""
         rows, buffers, weight = x.shape[0], self._place.buffers, first.weight
-        both = _first_rows(buffers.gate_up, rows, weight.shape[0])
         inner = _first_rows(buffers.inner, rows, mlp.down.weight.shape[1])
-        folded = isinstance(norm, RMSNorm) and norm.folded
         scale = self._scale(x, norm) if isinstance(norm, RMSNorm) and norm.folded else None
-        y = x if folded else self._normed(x, norm)
+        y = self._normed(x, norm) if scale is None else x
         tiles = self._place.choose_tiles(rows, *weight.shape)
         plain = isinstance(mlp, GatedMlp) and not isinstance(mlp, SparseMlp) and first.bias is None
         if tiles is not None and plain and fits(y, weight):
@@ -391,6 +389,7 @@ class CudaOps:
                 multiprocessors=self._place.multiprocessors,
             )
             return self._add("down", x, inner, mlp.down, post)
+        both = _first_rows(buffers.gate_up, rows, weight.shape[0])
         torch.mm(y, weight.t(), out=both)
         if isinstance(mlp, SparseMlp):
             return self._add("down", x, self._sparse(both, mlp, scale), mlp.down, post)
