@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.engine.lateness import Lateness
 from headrace.engine.protocol import StepCost
@@ -24,6 +24,14 @@ _GAIN = 1.02  # in tokens a second, for which a step is made smaller than it may
 _KEPT = 0.5  # a step, of a burst's credit: what comes later is another burst
 _BURST_SHARE = 2  # fewer prompts than one in this many of those that decode are no burst
 CRUMB_SHARE = 16  # less than one part in this many of a step is no beginning for a longer prompt
+
+
+class Prediction(NamedTuple):
+    """What a step should take: seconds, by the runner's model alone, and the load behind it (see
+    `engine.lateness`)."""
+
+    seconds: float
+    load_s: float
 
 
 class Budget(Protocol):
@@ -48,15 +56,15 @@ class Budget(Protocol):
         """
 
     @property
-    def predicted_s(self) -> float:
-        """What the step planned last should take, where the target limits it; else 0."""
+    def prediction(self) -> Prediction | None:
+        """Of the step planned last, where the target limits it."""
 
-    def learn(self, predicted_s: float, busy_s: float) -> None:
-        """A step of which that was predicted, > 0, kept the device busy for `busy_s` seconds."""
+    def learn(self, prediction: Prediction, busy_s: float) -> None:
+        """A step of which that was predicted kept the device busy for `busy_s` seconds."""
 
     @property
     def factor(self) -> float:
-        """How many times what was predicted steps take, by what was learned."""
+        """How many times what was predicted such a step takes, by what was learned."""
 
 
 def budget_for(cost: StepCost | None, max_tokens: int, target_s: float) -> Budget:
@@ -98,11 +106,11 @@ class StaticBudget:
         return count
 
     @property
-    def predicted_s(self) -> float:
-        """Nothing is."""
-        return 0.0
+    def prediction(self) -> Prediction | None:
+        """There is none."""
+        return None
 
-    def learn(self, predicted_s: float, busy_s: float) -> None:
+    def learn(self, prediction: Prediction, busy_s: float) -> None:
         """Nobody tells what was never predicted."""
         raise AssertionError("a budget that predicts nothing")
 
@@ -137,6 +145,7 @@ class CostBudget:
         self._credit = 0.0  # first tokens of the last steps less their long gaps
         self._sure_tokens = 0  # of the step: up to here no prediction is asked
         self._lateness = Lateness()
+        self._load_s = 0.0  # behind the step
         self._whole = StaticBudget(max_tokens)  # of a step that has no limit
         self._limited = False
         self.open = False
@@ -175,29 +184,32 @@ class CostBudget:
         return count
 
     @property
-    def predicted_s(self) -> float:
-        """See `Budget`: by the model alone, without what was learned. Also 0 of a short step, whose
-        time the card's clock does not settle."""
+    def prediction(self) -> Prediction | None:
+        """See `Budget`. There is none of a short step, whose time the card's clock does not
+        settle."""
         seconds = self._model_s() if self._limited and self._prompt_tokens else 0.0
-        return seconds if seconds * 2 >= self._target_s else 0.0
+        return Prediction(seconds, self._load_s) if seconds * 2 >= self._target_s else None
 
-    def learn(self, predicted_s: float, busy_s: float) -> None:
+    def learn(self, prediction: Prediction, busy_s: float) -> None:
         """See `Budget`."""
-        self._lateness.learn(predicted_s, busy_s)
+        self._lateness.learn(prediction.load_s, prediction.seconds, busy_s)
 
     @property
     def factor(self) -> float:
         """See `Budget`."""
-        return self._lateness.factor
+        return self._lateness.factor(self._load_s)
 
     def _model_s(self) -> float:
         return self._cost.seconds(self._tokens, self._pairs, self._reads)
 
     def _settle(self) -> None:
-        """Book the step before: the sequences that got their first token, and the long gaps."""
-        seconds = self._model_s() * self._lateness.factor
+        """Book the step before: the sequences that got their first token, the long gaps, and the
+        load."""
+        seconds = self._model_s() * self.factor
         gaps = self._decodes if seconds > self._target_s else 0
         self._credit = max(0.0, self._credit * _KEPT + self._firsts - gaps)
+        prompts = self._prompt_tokens > 0
+        self._load_s = self._lateness.loaded(self._load_s, seconds, prompts=prompts)
 
     def _is_burst(self, firsts: int) -> bool:
         """A step may be long that gives so many their first token."""
@@ -212,7 +224,7 @@ class CostBudget:
             pairs = self._pairs + count * (start + count / 2)
             return self._cost.seconds(self._tokens + count, pairs, self._reads)
 
-        target_s = self._target_s / self._lateness.factor
+        target_s = self._target_s / self.factor
         count = bisect_right(range(1, most + 1), target_s, key=seconds)
         if count == wanted:
             return count

@@ -10,6 +10,7 @@ from headrace.kv.cache import Grant
 from headrace.messages import Grow, Join, Output, Pool, StepPlan
 
 if TYPE_CHECKING:
+    from headrace.engine.budget import Prediction
     from headrace.engine.recorder import StepNote
 
 
@@ -20,7 +21,7 @@ class Flight:
     len(decoders) + i belongs to prefills[i], draw len(decoders) + j to drawers[j].
     """
 
-    __slots__ = ("costs", "decoders", "drawers", "note", "plan", "predicted_s", "prefills")
+    __slots__ = ("costs", "decoders", "drawers", "note", "plan", "prediction", "prefills")
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class Flight:
         self.drawers = drawers
         self.costs: Costs | None = None  # see `engine.shares.modelled`
         self.note: StepNote | None = None  # where somebody watches; see `engine.recorder`
-        self.predicted_s = 0.0  # see `Budget.predicted_s`
+        self.prediction: Prediction | None = None  # see `Budget`
 
 
 class Draft:

@@ -148,7 +148,7 @@ class Scheduler:
         self.kv.copying(self.launched)
         leaves, self._leaves = self._leaves, []
         flight = draft.close(self.launched, leaves)
-        flight.predicted_s = self.budget.predicted_s
+        flight.prediction = self.budget.prediction
         return flight
 
     def _prompts_fill(self, now: float) -> bool:

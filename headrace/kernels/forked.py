@@ -8,6 +8,7 @@ parent's context is not the child's.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import struct
@@ -45,7 +46,9 @@ def run_forked(jobs: Sequence[Callable[[], bool]], workers: int) -> int:
 
 
 def _work(jobs: Sequence[Callable[[], bool]], take: int, said: int) -> None:
-    """The child's life. It ends here: nothing of its parent's is closed or flushed twice."""
+    """The child's life. It ends here: nothing of its parent's is closed or flushed twice, or freed:
+    what its parent left for the garbage collector may belong to a device, and would abort it."""
+    gc.freeze()
     try:
         while number := os.read(take, _NEXT.size):
             with contextlib.suppress(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -56,6 +57,30 @@ def test_what_fails_is_passed_over(tmp_path: Path) -> None:
     ]
     assert run_forked(jobs, 2) == 2
     assert len(list(tmp_path.iterdir())) == 6
+
+
+class Loop:
+    """Garbage that only a collector frees, as a graph of a device may be."""
+
+    def __init__(self, freed: Path) -> None:
+        self.itself, self._freed, self._born = self, freed, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self._born:
+            self._freed.touch()
+
+
+def test_a_child_frees_nothing_of_its_parent(tmp_path: Path) -> None:
+    def collects() -> bool:
+        return gc.collect() >= 0
+
+    gc.disable()
+    try:
+        Loop(tmp_path / "freed")
+        assert run_forked([collects] * 2, 2) == 2
+    finally:
+        gc.enable()
+    assert not (tmp_path / "freed").exists()
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
