@@ -238,8 +238,8 @@ class Engine:
         if self._recorder.active:
             self._recorder.landed(flight, result, now_s)
         self.registry.apply(flight, result, now_s)
-        if flight.predicted_s:
-            self.scheduler.budget.learn(flight.predicted_s, result.busy_s)
+        if flight.prediction is not None:
+            self.scheduler.budget.learn(flight.prediction, result.busy_s)
         if self._watch is not None:
             apply_s, wall_s = self._clock() - now_s, now_s - entry.launched_s
             busy_s, sample_s = result.busy_s, result.sample_s
