@@ -31,7 +31,7 @@ _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("gpu_memory_utilization", "prefill_attention", "cuda_graphs"),
     "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),
 }  # fmt: skip
-_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.0445, 6
+_LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.045, 6
 _WITHOUT_GPU = "no NVIDIA GPU found"
 
 

@@ -11,7 +11,7 @@ factor stays near the slowest of the last steps of its place.
 from __future__ import annotations
 
 _PLACE_S, _PLACES = 0.04, 16  # seconds of load that share a factor; the last goes on for ever
-_LATE, _EARLY = 0.5, 0.1  # of the way to a step's own factor, by which side it lies on
+_LATE, _EARLY = 0.5, 0.2  # of the way to a step's own factor, by which side it lies on
 _LEAST, _MOST = 0.85, 1.35  # what a clock can explain
 _FAR = 0.4  # a step this much off shows something else: a graph was captured, a driver slept
 

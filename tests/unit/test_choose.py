@@ -245,7 +245,7 @@ def test_no_target_suits_every_backend(target: str) -> None:
 
 @pytest.mark.parametrize(
     ("floor_ms", "base_ms", "target_ms"),
-    [(6, 1, 37), (1, 0, 25), (12, 1, 44.5), (4, 0, 25), (7, 1, 43), (7.3, 2, 44.5)],
+    [(6, 1, 37), (1, 0, 25), (12, 1, 45), (4, 0, 25), (7, 1, 43), (7.3, 2, 45)],
 )
 def test_the_target_follows_the_time_to_read_the_weights(
     floor_ms: float, base_ms: float, target_ms: float
