@@ -165,6 +165,10 @@ class NaiveEngine:
     def has_work(self) -> bool:
         return bool(self._live or self._out)
 
+    def spare_s(self) -> float:
+        """A turn waits by itself."""
+        return 0.0
+
     def idle(self) -> bool:
         """Nothing is ever put off."""
         return False

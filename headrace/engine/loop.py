@@ -20,6 +20,7 @@ from headrace.engine.draft import Flight
 from headrace.engine.kv_events import KVEventPublisher
 from headrace.engine.masker import Masker
 from headrace.engine.meter import Meter
+from headrace.engine.pace import Pace
 from headrace.engine.protocol import Grammars, Masks, Runner, Ticket
 from headrace.engine.registry import Registry
 from headrace.engine.scheduler import Scheduler
@@ -90,6 +91,7 @@ class Engine:
         self.scheduler.prompts_first = prompts_first
         self._in_flight: deque[InFlight] = deque()  # plain: empty between turns; overlap: <= 1
         self.meter = Meter(capacity.work, self._in_flight)
+        self._pace = Pace(capacity.cost)
         self.registry = Registry(
             settings, kv, capacity, self.scheduler, self._tally, self.meter, grammars
         )
@@ -167,6 +169,14 @@ class Engine:
         self._recorder.idle(self._clock())
         return self.runner.idle()
 
+    def spare_s(self) -> float:
+        """Seconds for which the next turn may wait without leaving the device idle; 0 where there
+        is something to say."""
+        if not self._in_flight or self.registry.outbox:
+            return 0.0
+        queue = self.scheduler.queue
+        return self._pace.spare_s(self._clock(), len(queue), queue.tokens)
+
     def _step_plain(self) -> None:
         if self._launch() and self._finish():
             self._land()
@@ -198,6 +208,7 @@ class Engine:
             self._recover(flight, error)
             return False
         self._in_flight.append(InFlight(flight, ticket, planned_s - begun_s, planned_s))
+        self._pace.launched(flight.plan, begun_s, self._clock())
         return True
 
     def _finish(self) -> bool:
@@ -225,11 +236,14 @@ class Engine:
     def _land(self) -> None:
         """Wait for the oldest step in flight and apply it."""
         oldest = self._in_flight.popleft()
+        asked_s = self._clock()
         try:
             result = oldest.result()
         except Exception as error:
             self._recover(oldest.flight, error)
         else:
+            now_s = self._clock()
+            self._pace.landed(oldest.flight.plan, result.busy_s, now_s - asked_s, now_s)
             self._apply(oldest, result)
 
     def _apply(self, entry: InFlight, result: StepResult) -> None:

@@ -256,6 +256,10 @@ class ServingEngine(Protocol):
     def turn(self) -> dict[int, TokenOut]:
         """Owner -> what it is told. {} when there is nothing to say."""
 
+    def spare_s(self) -> float:
+        """Seconds by which the next turn may be put off, to hear who arrives, at no cost to those
+        that run. Nobody has to."""
+
     def idle(self) -> bool:
         """Do a little of what was put off until now; False: nothing was left to do.
 

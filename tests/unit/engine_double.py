@@ -36,6 +36,7 @@ class ScriptedEngine:
         self.steps = 0
         self.put_off = 0  # pieces that are left for when there is no work
         self.on_idle: Callable[[], None] = lambda: None  # what each of them does
+        self.wait: Callable[[], float] = lambda: 0.0  # `spare_s`
         self.closed = False
 
     def submit(self, owner: int, msg: Submit) -> None:
@@ -68,6 +69,9 @@ class ScriptedEngine:
 
     def watch(self, told: Callable[[StepTimes], None]) -> None:
         """It has no steps."""
+
+    def spare_s(self) -> float:
+        return self.wait()
 
     def idle(self) -> bool:
         assert not self.has_work, "idle, but there is work"

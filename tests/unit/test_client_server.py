@@ -166,6 +166,32 @@ async def test_finish_ends_one_choice(folder: Path) -> None:
     assert any(message == Finish(1, 1, 2) for _, message in engine.messages)
 
 
+async def test_a_turn_waits_for_arrivals_while_the_device_is_busy(folder: Path) -> None:
+    """All that come until then are in it."""
+    engine = ScriptedEngine()
+    steps_before: list[int] = []  # turns made when the engine heard of a request
+
+    def busy_until_three_are_there() -> float:
+        return PATIENCE_S if 0 < len(engine.messages) < 3 and engine.steps else 0.0
+
+    submit = engine.submit
+
+    def noted(owner: int, msg: Submit) -> None:
+        steps_before.append(engine.steps)
+        submit(owner, msg)
+
+    with Running(folder, engine):
+        async with connected(folder) as client:
+            engine.submit, engine.wait = noted, busy_until_three_are_there  # type: ignore[method-assign]
+            first = client.submit([Job([1], 50)])
+            await first.take()
+            second = client.submit([Job([2], 5)])
+            await until(lambda: len(engine.messages) == 2)
+            third = client.submit([Job([3], 5)])
+            await asyncio.gather(*map(collect, (first, second, third)))
+    assert steps_before == [0, 1, 1], "one turn before them, and they are in the next"
+
+
 async def test_an_engine_without_work_does_what_it_put_off(folder: Path) -> None:
     """One piece after another; a request that comes meanwhile waits for one of them."""
     engine = ScriptedEngine()

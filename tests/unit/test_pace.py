@@ -1,0 +1,141 @@
+"""How long a launch may wait for arrivals: never so long that the device runs dry."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from headrace.backends.fake import FakeRunner
+from headrace.config import Settings
+from headrace.engine.loop import Engine
+from headrace.engine.pace import LEAST_SLACK_S, Pace
+from headrace.engine.protocol import StepCost
+from headrace.kv.cache import KVCache
+from headrace.messages import StepPlan, Submit
+from tests.unit.engine_rig import GREEDY
+
+COST = StepCost(floor_s=0.02, token_s=1e-5, base_s=0, pair_s=0, read_s=0, tile=16)
+
+
+def plan_of(step: int, counts: list[int]) -> StepPlan:
+    rows = list(range(len(counts)))
+    ids: list[list[int] | None] = [None if count == 1 else [1] * count for count in counts]
+    starts = [100] * len(counts)
+    return StepPlan(step, [], [], [], [[]], rows, starts, counts, ids, rows, [], rows, rows)
+
+
+def steady(pace: Pace, busy_s: float, waited_s: float, steps: int) -> float:
+    """Decode steps of two rows, each landing as the next is in flight; the spare after the last."""
+    now_s, spare_s = 0.0, 0.0
+    for step in range(1, steps + 1):
+        pace.launched(plan_of(step + 1, [1, 1]), now_s, now_s)
+        pace.landed(plan_of(step, [1, 1]), busy_s, waited_s, now_s)
+        spare_s = pace.spare_s(now_s)
+        now_s += busy_s
+    return spare_s
+
+
+def test_a_steady_step_takes_what_the_last_one_took() -> None:
+    assert abs(steady(Pace(None), 0.010, 0.005, 3) - (0.010 - LEAST_SLACK_S)) < 1e-9
+    assert steady(Pace(None), LEAST_SLACK_S, 0.0005, 3) == 0.0, "too short to wait for anybody"
+
+
+def test_nothing_is_known_of_another_step_without_a_model() -> None:
+    for cost, least_s, most_s in ((None, 0.0, 0.0), (COST, 0.012, 0.02)):
+        pace = Pace(cost)
+        pace.launched(plan_of(1, [1, 1]), 0.0, 0.0)
+        pace.landed(plan_of(0, [1]), 0.010, 0.005, 0.0)
+        assert least_s <= pace.spare_s(0.0) <= most_s
+
+
+def test_who_waits_already_must_be_planned_too() -> None:
+    pace = Pace(None)
+    steady(pace, 0.010, 0.005, 3)
+    now_s = 0.020
+    alone_s = pace.spare_s(now_s)
+    assert 0 < pace.spare_s(now_s, waiting=2, tokens=8000) < alone_s
+    assert pace.spare_s(now_s, waiting=500, tokens=8000) == 0.0
+
+
+def test_a_long_launch_is_remembered_for_a_while() -> None:
+    pace = Pace(None)
+    pace.launched(plan_of(1, [1, 1]), -0.004, 0.0)
+    assert steady(pace, 0.020, 0.005, 1) < 0.020 - 0.0038 - LEAST_SLACK_S
+    assert steady(pace, 0.020, 0.005, 100) > 0.020 - 0.001 - LEAST_SLACK_S
+
+
+def test_a_long_launch_of_prompts_says_nothing_of_single_tokens() -> None:
+    pace = Pace(COST)
+    pace.launched(plan_of(1, [400]), -0.008, 0.0)
+    spare_s = steady(pace, 0.020, 0.005, 3)
+    assert spare_s == pytest.approx(0.020 - LEAST_SLACK_S)
+    assert pace.spare_s(0.040, waiting=1) < spare_s - 0.007, "who waits brings such a launch"
+
+
+def test_a_device_found_dry_gets_its_steps_earlier() -> None:
+    pace = Pace(None)
+    before_s = steady(pace, 0.020, 0.005, 3)
+    late_s = steady(pace, 0.020, 0.0, 3)  # its results are there before anybody asks
+    assert late_s < before_s - 2 * LEAST_SLACK_S
+    assert steady(pace, 0.020, 0.0, 30) == 0.0
+    assert abs(steady(pace, 0.020, 0.005, 200) - before_s) < 1e-9
+
+
+class Served:
+    """An overlapped engine as `engine.server` drives it, on modelled time."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.now_s, self.waits = 0.0, waits
+        self.busy_s = 0.0
+        runner = FakeRunner(
+            400, 16, 8, 4000, cost=COST, eos_ids=(), clock=self.clock, sleep=self.sleep
+        )
+        settings = Settings(max_num_seqs=8, max_num_batched_tokens=512, prefix_caching=False)
+        cache = KVCache(400, 16, False)
+        self.engine = Engine(settings, cache, runner, overlap=True, clock=self.clock)
+        self.engine.watch(lambda times: self.add(times.busy_s))
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def add(self, busy_s: float) -> None:
+        self.busy_s += busy_s
+
+    def first_token_s(self, handle: int, after_s: float) -> float:
+        """From its arrival, `after_s` after a turn ended."""
+        arrives_s, left_s = self.now_s + after_s, after_s
+        while True:
+            while self.waits and (spare_s := self.engine.spare_s()) > 0:
+                self.now_s += min(spare_s, left_s)
+                left_s = self.arrived(handle, arrives_s, left_s)
+            left_s = self.arrived(handle, arrives_s, left_s)
+            if handle in self.engine.turn()[0].handles:
+                return self.now_s - arrives_s
+
+    def arrived(self, handle: int, arrives_s: float, left_s: float) -> float:
+        """Seconds until it does: inf when it has."""
+        if left_s < inf and self.now_s >= arrives_s:
+            self.engine.submit(0, Submit(handle, [handle] * 40, 4, GREEDY))
+            return inf
+        return left_s if left_s == inf else arrives_s - self.now_s
+
+
+def test_who_arrives_while_a_step_runs_is_in_the_next_one() -> None:
+    """At no cost to those that decode: the device is never idle."""
+    first_s = {}
+    for waits in (False, True):
+        served = Served(waits=waits)
+        for handle in range(3):
+            served.engine.submit(0, Submit(handle, [handle + 1] * 16, 2000, GREEDY))
+        for _ in range(8):
+            served.engine.turn()
+        began_s, served.busy_s = served.now_s, 0.0
+        first_s[waits] = served.first_token_s(100, 0.006)
+        assert served.busy_s >= served.now_s - began_s - 1e-9, "the device was idle"
+    step_s = COST.floor_s
+    assert first_s[False] > 2 * step_s
+    assert first_s[True] < first_s[False] - 0.9 * step_s
