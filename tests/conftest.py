@@ -37,6 +37,13 @@ def default_model() -> ModelFiles:
     return resolve("", say=print)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "default_model" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.model)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if WITHOUT_CUDA:
         terminalreporter.write_line(f"NOT RUN: tests on the cuda backend: {WITHOUT_CUDA}")

@@ -144,13 +144,11 @@ def default(default_model: ModelFiles) -> Golden:
     return Golden(hf_model(default_model, torch.float32), default_model, prompts, DEFAULT_TOKENS)
 
 
-@pytest.mark.model
 @pytest.mark.parametrize(("backend", "case"), on(few()))
 def test_default_model(default: Golden, backend: str, case: Case) -> None:
     default.check(backend, case, threads=torch.get_num_threads(), alone=4)
 
 
-@pytest.mark.model
 @pytest.mark.full
 @pytest.mark.parametrize(("backend", "case"), on(without(few())))
 def test_default_model_full(default: Golden, backend: str, case: Case) -> None:

@@ -127,7 +127,6 @@ def oracle(default_model: ModelFiles) -> Any:
     return hf_model(default_model, torch.float32)
 
 
-@pytest.mark.model
 def test_default_model(default_model: ModelFiles, backend: str, oracle: Any) -> None:
     runner = load(backend, default_model, dtype="float32", kv_blocks=60, max_num_seqs=4)
     tokenizer = load_tokenizer(default_model)

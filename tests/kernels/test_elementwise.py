@@ -227,5 +227,7 @@ def test_begin_scales_and_adds_learned_positions(dtype: torch.dtype, device: tor
         begin_reference(ids - 3, last, embedding, theirs, slots, expected, kept=its_kept, **args)
         ids -= 3  # some are the newest draws of their rows
         begin(ids, last, embedding, ours, slots, x, kept=kept, with_pdl=with_pdl, **args)
-        assert torch.equal(x, expected)
+        # A card rounds a product and a sum once, not twice.
+        rounded = 2e-7 if len(more) == 2 and dtype == torch.float32 else 0.0
+        torch.testing.assert_close(x, expected, rtol=rounded, atol=rounded)
         assert torch.equal(kept, its_kept)

@@ -183,7 +183,6 @@ def test_gguf_without_vocabulary(tokens: Any) -> None:
         gguf_card(gguf(tokenizer__ggml__tokens=tokens))
 
 
-@pytest.mark.model
 def test_default_model(default_model: ModelFiles) -> None:
     card = read_card(default_model)
     assert (card.architecture, card.context_length, card.vocab_size) == ("llama", 8192, 49152)

@@ -107,7 +107,6 @@ def test_changed_prefix_never_raises() -> None:
         inner.decoder = saved
 
 
-@pytest.mark.model
 def test_default_model(default_model: ModelFiles) -> None:
     tokenizer = load_tokenizer(default_model)
     encoder = tokenizer._encoder

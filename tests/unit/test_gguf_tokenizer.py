@@ -217,7 +217,6 @@ def smollm2(default_model: ModelFiles) -> Tokenizer:
     return load_tokenizer(default_model)
 
 
-@pytest.mark.model
 def test_default_model_against_plain_bpe(smollm2: Tokenizer, default_model: ModelFiles) -> None:
     plain = PlainBPE(read_header(default_model.path).metadata)
     marks = ["<|im_start|>user\nHi 7<|im_end|>", "<|endoftext|><repo_name>", "a <|im_end|> b"]
@@ -228,7 +227,6 @@ def test_default_model_against_plain_bpe(smollm2: Tokenizer, default_model: Mode
             assert smollm2.decode(ids, skip_special=False) == text
 
 
-@pytest.mark.model
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
@@ -245,7 +243,6 @@ def test_default_model_ids(smollm2: Tokenizer, text: str, ids: list[int]) -> Non
     assert smollm2.encode_batch([text, "", text]) == [ids, [], ids]
 
 
-@pytest.mark.model
 def test_default_model_special_text_spelled_out(smollm2: Tokenizer) -> None:
     ids = [44, 108, 306, 79, 3738, 108, 46]
     assert smollm2.encode("<|im_start|>", parse_special=False) == ids
