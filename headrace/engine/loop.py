@@ -91,7 +91,7 @@ class Engine:
         self.scheduler.prompts_first = prompts_first
         self._in_flight: deque[InFlight] = deque()  # plain: empty between turns; overlap: <= 1
         self.meter = Meter(capacity.work, self._in_flight)
-        self._pace = Pace(capacity.cost)
+        self._pace = Pace()
         self.registry = Registry(
             settings, kv, capacity, self.scheduler, self._tally, self.meter, grammars
         )

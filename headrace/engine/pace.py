@@ -1,15 +1,14 @@
 """Pace: how late the next step may be launched without the device running dry.
 
 A step that is launched as soon as the one before it begins waits on the device for as long as that
-one takes, and whoever arrives meanwhile is left to the step behind both. So the launch waits as
-well, for arrivals, until the device will soon be done; a request then waits for the rest of one
-step instead of for one and a half, and those that arrive together are computed together. Only who
-has others to listen to (`engine.server`) makes use of it; tokens do not depend on it.
+one takes, and whoever arrives meanwhile is left to the step behind both. So where single tokens are
+computed step after step, the launch waits as well, for arrivals, until the device will soon be
+done: a request then waits for the rest of one step instead of for one and a half. Only who has
+others to listen to (`engine.server`) makes use of it; tokens do not depend on it.
 """
 
 from __future__ import annotations
 
-from headrace.engine.protocol import StepCost
 from headrace.messages import StepPlan
 
 LEAST_SLACK_S = 0.0015  # kept beside what a launch takes: wake-ups are late by up to a millisecond
@@ -17,38 +16,35 @@ MOST_SLACK_S = 0.05
 LEAST_WAIT_S = 0.001
 LATE_S = 0.0002  # a result that took no longer was there: the device was dry before the launch
 REQUEST_S, TOKEN_S = 1e-4, 4e-7  # to plan and send one that waits, and each token of its prompt
-_TRUST = 0.85  # of a predicted step time that no step like it has confirmed
 _FORGET = 0.97  # a step: of the longest launch, and of slack that was added
 
 
 class Pace:
     """Knows the step in flight from its launch and from the end of the one before it.
 
-    The time of steady decode steps is that of the last one; of others, what the runner's model
-    predicts, with a discount. Each time that the device was found dry after a wait, the slack
-    doubles; it shrinks again step by step. cost: None = nothing is predicted.
+    It takes as long as the last one, if both compute single tokens of as many rows; of others
+    nothing is known, and nobody waits. Each time that the device was found dry after a wait, the
+    slack doubles; it shrinks again step by step.
     """
 
-    def __init__(self, cost: StepCost | None) -> None:
-        self._cost = cost
+    def __init__(self) -> None:
         self._slack_s = LEAST_SLACK_S
         # The longest of late, planning and launching: steps with prompts, steps of single tokens.
         self._launch_s = [0.0, 0.0]
-        self._plan: StepPlan | None = None  # launched last
+        self._rows = 0  # of the step launched last; 0: not of single tokens
         self._begins_s = 0.0  # the device began it about then
-        self._steady = 0, 0.0  # rows and seconds of the step that ended last; 0: not of one token
+        self._last = 0, 0.0  # rows and seconds of the step that ended last
         self._waited = False  # for arrivals, before the step launched last
 
     def launched(self, plan: StepPlan, begun_s: float, now_s: float) -> None:
         """`plan` is queued on the device; planning it began at `begun_s`."""
-        self._plan, self._begins_s = plan, begun_s
-        kind = _single(plan)
+        self._rows, self._begins_s = _single_rows(plan), begun_s
+        kind = self._rows > 0
         self._launch_s[kind] = max(now_s - begun_s, self._launch_s[kind] * _FORGET)
 
     def landed(self, plan: StepPlan, busy_s: float, waited_s: float, now_s: float) -> None:
         """The result of `plan` is known after a wait of `waited_s`: the device goes on."""
-        rows = len(plan.rows)
-        self._steady = (rows, busy_s) if _single(plan) else (0, 0.0)
+        self._last = _single_rows(plan), busy_s
         self._begins_s = max(self._begins_s, now_s)
         if self._waited and waited_s < LATE_S:
             self._slack_s = min(2 * self._slack_s, MOST_SLACK_S)
@@ -62,27 +58,19 @@ class Pace:
         waiting: requests that the next step may admit; `tokens`: of their prompts. Needs: the step
         launched last is in flight, and the one before it has landed.
         """
-        assert self._plan is not None, "nothing was launched"
-        ends_s = self._begins_s + self._expected_s(self._plan)
-        launch_s = self._launch_s[_single(self._plan) and not waiting] + self._slack_s
+        rows, busy_s = self._last
+        if self._rows == 0 or rows != self._rows:
+            return 0.0
+        launch_s = self._launch_s[not waiting] + self._slack_s
         launch_s += waiting * REQUEST_S + tokens * TOKEN_S
-        spare_s = ends_s - launch_s - now_s
+        spare_s = self._begins_s + busy_s - launch_s - now_s
         if spare_s < LEAST_WAIT_S:
             return 0.0
         self._waited = True
         return spare_s
 
-    def _expected_s(self, plan: StepPlan) -> float:
-        if _single(plan) and self._steady[0] == len(plan.rows):
-            return self._steady[1]
-        if self._cost is None:
-            return 0.0
-        rows = list(zip(plan.starts, plan.counts, strict=True))
-        pairs = sum(count * (start + count / 2) for start, count in rows if count > 1)
-        reads = sum(start + 1 for start, count in rows if count == 1)
-        return _TRUST * self._cost.seconds(sum(plan.counts), pairs, reads)
 
-
-def _single(plan: StepPlan) -> bool:
-    """Each of its rows computes one token."""
-    return len(plan.rows) == sum(plan.counts)
+def _single_rows(plan: StepPlan) -> int:
+    """How many, if each computes one token; else 0."""
+    rows = len(plan.rows)
+    return rows if rows == sum(plan.counts) else 0

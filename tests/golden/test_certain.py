@@ -45,6 +45,7 @@ DRAWS: tuple[dict[str, Any], ...] = (
 def llm() -> Iterator[LLM]:
     # Few blocks: sequences lose theirs and come back. No cache: both runs compute the same steps.
     made = LLM(
+        backend="cpu",
         cpu_kernels="native",
         overlap="off",
         kv_blocks=56,

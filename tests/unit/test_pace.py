@@ -37,20 +37,21 @@ def steady(pace: Pace, busy_s: float, waited_s: float, steps: int) -> float:
 
 
 def test_a_steady_step_takes_what_the_last_one_took() -> None:
-    assert abs(steady(Pace(None), 0.010, 0.005, 3) - (0.010 - LEAST_SLACK_S)) < 1e-9
-    assert steady(Pace(None), LEAST_SLACK_S, 0.0005, 3) == 0.0, "too short to wait for anybody"
+    assert abs(steady(Pace(), 0.010, 0.005, 3) - (0.010 - LEAST_SLACK_S)) < 1e-9
+    assert steady(Pace(), LEAST_SLACK_S, 0.0005, 3) == 0.0, "too short to wait for anybody"
 
 
-def test_nothing_is_known_of_another_step_without_a_model() -> None:
-    for cost, least_s, most_s in ((None, 0.0, 0.0), (COST, 0.012, 0.02)):
-        pace = Pace(cost)
-        pace.launched(plan_of(1, [1, 1]), 0.0, 0.0)
-        pace.landed(plan_of(0, [1]), 0.010, 0.005, 0.0)
-        assert least_s <= pace.spare_s(0.0) <= most_s
+def test_nothing_is_known_of_another_step() -> None:
+    pace = Pace()
+    assert steady(pace, 0.010, 0.005, 3) > 0
+    for before, after in ([[1], [1, 1]], [[1, 1], [1]], [[1, 1], [1, 40]], [[1, 40], [1, 40]]):
+        pace.launched(plan_of(9, after), 0.1, 0.1)
+        pace.landed(plan_of(8, before), 0.010, 0.005, 0.1)
+        assert pace.spare_s(0.1) == 0.0, (before, after)
 
 
 def test_who_waits_already_must_be_planned_too() -> None:
-    pace = Pace(None)
+    pace = Pace()
     steady(pace, 0.010, 0.005, 3)
     now_s = 0.020
     alone_s = pace.spare_s(now_s)
@@ -59,14 +60,14 @@ def test_who_waits_already_must_be_planned_too() -> None:
 
 
 def test_a_long_launch_is_remembered_for_a_while() -> None:
-    pace = Pace(None)
+    pace = Pace()
     pace.launched(plan_of(1, [1, 1]), -0.004, 0.0)
     assert steady(pace, 0.020, 0.005, 1) < 0.020 - 0.0038 - LEAST_SLACK_S
     assert steady(pace, 0.020, 0.005, 100) > 0.020 - 0.001 - LEAST_SLACK_S
 
 
 def test_a_long_launch_of_prompts_says_nothing_of_single_tokens() -> None:
-    pace = Pace(COST)
+    pace = Pace()
     pace.launched(plan_of(1, [400]), -0.008, 0.0)
     spare_s = steady(pace, 0.020, 0.005, 3)
     assert spare_s == pytest.approx(0.020 - LEAST_SLACK_S)
@@ -74,7 +75,7 @@ def test_a_long_launch_of_prompts_says_nothing_of_single_tokens() -> None:
 
 
 def test_a_device_found_dry_gets_its_steps_earlier() -> None:
-    pace = Pace(None)
+    pace = Pace()
     before_s = steady(pace, 0.020, 0.005, 3)
     late_s = steady(pace, 0.020, 0.0, 3)  # its results are there before anybody asks
     assert late_s < before_s - 2 * LEAST_SLACK_S
