@@ -207,7 +207,7 @@ HTTP_ROWS = tuple(name for name in GPU_ROWS if GPU_ROWS[name][0][0].startswith("
 OFFLINE_ROWS = tuple(name for name in GPU_ROWS if name not in HTTP_ROWS)
 GPU_TABLES = {  # where it stands: what was recorded, the page's part, its rows
     "h200": ("gpu-h200-2026-11-29.md", between(README, "gpu"), OFFLINE_ROWS),
-    "h200 http": ("gpu-h200-flash-2026-11-28.md", between(README, "gpu http"), HTTP_ROWS),
+    "h200 http": ("gpu-h200-http-2026-11-29.md", between(README, "gpu http"), HTTP_ROWS),
     "h100": (
         "gpu-h100-80gb-hbm3-2026-11-28.md",
         between(MEASURED, "h100"),
