@@ -21,7 +21,16 @@ class Flight:
     len(decoders) + i belongs to prefills[i], draw len(decoders) + j to drawers[j].
     """
 
-    __slots__ = ("costs", "decoders", "drawers", "note", "plan", "prediction", "prefills")
+    __slots__ = (
+        "complete",
+        "costs",
+        "decoders",
+        "drawers",
+        "note",
+        "plan",
+        "prediction",
+        "prefills",
+    )
 
     def __init__(
         self,
@@ -34,6 +43,7 @@ class Flight:
         self.decoders = decoders
         self.prefills = prefills
         self.drawers = drawers
+        self.complete: list[Sequence] = []  # end with it, once their prompts' reports are passed on
         self.costs: Costs | None = None  # see `engine.shares.modelled`
         self.note: StepNote | None = None  # where somebody watches; see `engine.recorder`
         self.prediction: Prediction | None = None  # see `Budget`

@@ -230,7 +230,7 @@ class Engine:
             return None
         masks, complete = self._masker.masks(newest.flight, newest.ticket)
         self.registry.give_up(newest.flight)
-        self.registry.complete(complete)
+        self.registry.complete(newest.flight, complete)
         return masks if masks.draws else None
 
     def _land(self) -> None:

@@ -6,7 +6,7 @@ submitted again while it lives is refused with a Done of its own; the live reque
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import repeat
 
 from headrace.config import Settings
@@ -63,6 +63,7 @@ class Registry:
         self.live = 0
         self.constrained = 0  # live requests with a grammar
         self.compiling = Compiling(grammars)
+        self._ends = grammars.end_ids if grammars is not None else ()
         self._requests: dict[int, dict[int, Request]] = {}  # owner -> handle -> request
         self._arrivals = 0
         self._settings = settings
@@ -198,12 +199,15 @@ class Registry:
         self._meter.charge(flight, result.busy_s)
         self._tally.steps += 1
         decodes = len(flight.decoders)
-        if result.failed or (tokens and min(tokens) < 0):
-            self._fail_draws(flight, result)
         reports = result.logprobs or _NONE
         assert not result.logprobs or len(result.logprobs) == len(tokens), "one report a draw"
         if plan.prompts:
             self._pass_prompts(flight, result)
+        for sequence in flight.complete:
+            if not sequence.ended:
+                self._end(sequence, "stop")
+        if result.failed or (tokens and min(tokens) < 0):
+            self._fail_draws(flight, result)
         self._apply_decodes(flight, tokens, reports, now)
         counts, starts = plan.counts, plan.starts
         if flight.prefills:
@@ -356,10 +360,13 @@ class Registry:
             out.tokens.append(token)
         sequence.base = len(known)
 
-    def complete(self, sequences: list[Sequence]) -> None:
-        """The grammar of each allows only its end now: it ends with "stop"."""
+    def complete(self, flight: Flight, sequences: list[Sequence]) -> None:
+        """The grammar of each allows only its end now: it ends with "stop", at once, or with the
+        step in flight where that has yet to report on its request's prompt."""
         for sequence in sequences:
-            if not sequence.ended:
+            if sequence.request.sequences[0].unscored:
+                flight.complete.append(sequence)
+            elif not sequence.ended:
                 self._end(sequence, "stop")
 
     def give_up(self, flight: Flight) -> None:
@@ -372,15 +379,20 @@ class Registry:
                     self._end_all(sequence.request, "error", error.code, error.message)
 
     def _fail_draws(self, flight: Flight, result: StepResult) -> None:
-        """The requests behind failed draws end with an error, the others do not notice."""
+        """The requests behind failed draws end with an error, the others do not notice. What was
+        drawn for a choice that has ended was for nobody: rules may leave no token of its mask."""
         sequences = [*flight.decoders, *flight.drawers]
         reasons = dict(result.failed)
         for draw, token in enumerate(result.tokens):
             if token < 0:
                 reasons.setdefault(draw, "no token was drawn")
         for draw, why in reasons.items():
+            if sequences[draw].ended:
+                continue
             request = sequences[draw].request
-            error = _nothing_left(request.submit) if why == NO_TOKEN_ALLOWED else RequestFailed(why)
+            error: HeadraceError = RequestFailed(why)
+            if why == NO_TOKEN_ALLOWED:
+                error = _nothing_left(request.submit, self._ends)
             self._end_all(request, "error", error.code, error.message)
 
     def fail_running(self, why: str) -> None:
@@ -463,16 +475,19 @@ class Registry:
         self.outbox.of(owner).dones.append(done)
 
 
-def _nothing_left(submit: Submit) -> InvalidRequest:
-    """The fields of a request exclude each other, which only a draw could find."""
+def _nothing_left(submit: Submit, ends: Collection[int]) -> InvalidRequest:
+    """The fields of a request exclude each other, which only a draw could find. ends: the model's
+    own. Beside a grammar alone, min_tokens takes away none but ends that may follow."""
     rules = submit.sampling.rules or Rules()
     given = {
         "allowed_token_ids": rules.allowed,
         "banned_token_ids": rules.banned,
         "bad_words": rules.bad_words,
-        "min_tokens": rules.held,
     }
     names = [name for name, value in given.items() if value]
+    if rules.held and (names or submit.grammar is None):
+        names.append("min_tokens")
     if submit.grammar is not None:
-        names = ["structured output", *(names or ["stop_token_ids"])]
+        stops = not set(submit.stop_ids) <= set(ends)
+        names = ["structured output", *names, *(["stop_token_ids"] if stops or not names else ())]
     return InvalidRequest(f"{NO_TOKEN_ALLOWED}: {', '.join(names)} together leave none")

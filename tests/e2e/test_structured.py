@@ -116,6 +116,50 @@ def test_a_complete_grammar_ends_whatever_else_is_asked(server: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 2
 
 
+def test_nothing_to_say_is_an_answer_behind_an_echo(server: Server) -> None:
+    """The end is known before a token is drawn; the prompt is reported on all the same."""
+    asked = {"prompt": "hello", "structured_outputs": {"regex": "a*"}, "stop_token_ids": [97]}
+    for n in (1, 2):
+        echoed = {**asked, "n": n, "echo": True, "logprobs": 1}
+        status, answer = server.post(TEXT, echoed)
+        assert status == 200, answer
+        for choice in answer["choices"]:
+            assert (choice["text"], choice["finish_reason"]) == ("hello", "stop")
+            assert choice["logprobs"]["tokens"] == list("hello")
+            assert choice["logprobs"]["token_logprobs"][0] is None
+            assert all(value < 0 for value in choice["logprobs"]["token_logprobs"][1:])
+        assert answer["usage"]["completion_tokens"] == 0
+        raw = server.request("POST", TEXT, {**echoed, "stream": True})[2]
+        *chunks, done = events(raw)
+        assert done == "[DONE]"
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == n - 1]
+        assert [one["text"] for one in own] == ["hello", ""]
+        assert own[0]["logprobs"] == answer["choices"][0]["logprobs"]
+        assert own[1]["finish_reason"] == "stop"
+    status, answer = server.post(TEXT, {**asked, "prompt_logprobs": 1})
+    assert status == 200, answer
+    assert len(answer["choices"][0]["prompt_logprobs"]) == 5
+
+
+def test_choices_that_end_one_after_another_under_rules(server: Server) -> None:
+    """A choice that has ended has a draw in flight, for which no token may be left."""
+    for seed in range(8):
+        status, answer = server.post(
+            TEXT,
+            {
+                "prompt": "hello",
+                "n": 4,
+                "max_tokens": 40,
+                "seed": seed,
+                "allowed_token_ids": list(range(97, 123)),
+                "structured_outputs": {"regex": "[a-f]{1,3}x|[g-z]{30}"},
+            },
+        )
+        assert status == 200, answer
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert all(re.fullmatch("[a-f]{1,3}x|[g-z]{30}", text) for text in texts), texts
+
+
 def test_no_token_left_is_that_requests_error(server: Server) -> None:
     status, answer = server.post(
         TEXT, {"prompt": "x", "structured_outputs": {"regex": "aa"}, "banned_token_ids": [97]}

@@ -171,6 +171,10 @@ class Rig:
                 key = (owner, end.handle, end.choice)
                 assert key not in self.ends, "two Ends"
                 self.ends[key] = end
+                submit = self.submits[owner, end.handle]
+                if submit.prompt_logprobs >= 0 and end.reason in ("stop", "length"):
+                    scored = len(self.prompts.get((owner, end.handle), []))
+                    assert scored == len(submit.prompt) - 1, "an End before its prompt's report"
             for done in out.dones:
                 assert (owner, done.handle) not in self.dones, "two Dones"
                 self.dones[owner, done.handle] = done

@@ -136,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         states = shape.choice(
             ["a.~", "abcdfgh", "abcdfgh.~", "abcde.~", "abcdfgh.~!", "a**", "**~"]
         )
-        spec = "".join(shape.choice(states) for _ in range(shape.randint(1, 30)))
+        spec = "".join(shape.choice(states) for _ in range(shape.randint(0, 30)))
         return Grammar("lark", "?" if shape.random() < 0.05 else spec)
 
     @rule(

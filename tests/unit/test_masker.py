@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.messages import Grammar, Repetition, Sampling
+from headrace.messages import Grammar, Repetition, Rules, Sampling
 from tests.unit.engine_rig import GREEDY, LOOPS, Rig
 from tests.unit.fake_grammar import EOS, FakeGrammars
 
@@ -75,3 +75,70 @@ def test_ends_are_decided_by_the_mask(overlap: bool) -> None:
     stopped.run()
     stopped.check_tokens()
     assert stopped.dones[0, 1].error == "invalid_request", stopped.dones
+
+
+@LOOPS
+def test_a_choice_that_has_ended_costs_the_others_nothing(overlap: bool) -> None:
+    """Its draw in flight is for nobody, and these rules leave it no token at all."""
+    rig = Rig(overlap=overlap, grammars=FakeGrammars(), eos=(EOS,))
+    sampling = Sampling(seed=1, rules=Rules(banned=[0]))
+    handle = rig.submit(
+        5, 90, n=4, sampling=sampling, stop_ids=[EOS], grammar=Grammar("lark", "**~")
+    )
+    rig.run()
+    rig.check_tokens()
+    rig.check_idle()
+    assert rig.dones[0, handle].error == ""
+    lengths = [len(rig.tokens[0, handle, choice]) for choice in range(4)]
+    assert len(set(lengths)) > 1, "they end one after another"
+
+
+@LOOPS
+@pytest.mark.parametrize(("spec", "stops"), [("", []), ("~", [*b"ABC"])])
+def test_an_output_that_is_complete_before_its_first_token_waits_for_its_prompts_report(
+    overlap: bool, spec: str, stops: list[int]
+) -> None:
+    """The mask says so while the prompt is computed. It ends before its draw, which these rules
+    leave no token, can fail."""
+    rig = Rig(overlap=overlap, grammars=FakeGrammars(), eos=(EOS,))
+    for top in (-1, 0, 2):
+        for n in (1, 3):
+            rig.submit(
+                20,
+                9,
+                n=n,
+                prompt_logprobs=top,
+                sampling=Sampling(seed=1, rules=Rules(banned=[0])),
+                stop_ids=[EOS, *stops],
+                grammar=Grammar("lark", spec),
+            )
+    rig.run()
+    rig.check_tokens()
+    rig.check_idle()
+    assert not rig.tokens
+    assert [done.error for done in rig.dones.values()] == [""] * 6
+    assert {end.reason for end in rig.ends.values()} == {"stop"}
+    assert [len(said) for said in rig.prompts.values()] == [19] * 4
+
+
+@pytest.mark.parametrize(
+    ("stops", "rules", "named"),
+    [
+        ([ord("a")], Rules(held=[EOS], min_tokens=2), "stop_token_ids"),
+        ([ord("a")], Rules(banned=[0]), "banned_token_ids, stop_token_ids"),
+        ([], Rules(banned=[ord("a")]), "banned_token_ids"),
+        ([], Rules(allowed=[7], held=[EOS], min_tokens=2), "allowed_token_ids, min_tokens"),
+    ],
+)
+def test_what_leaves_no_token_is_named(stops: list[int], rules: Rules, named: str) -> None:
+    rig = Rig(overlap=True, grammars=FakeGrammars(), eos=(EOS,))
+    handle = rig.submit(
+        3,
+        9,
+        stop_ids=[EOS, *stops],
+        sampling=Sampling(seed=1, rules=rules),
+        grammar=Grammar("lark", "*a*"),
+    )
+    rig.run()
+    said = rig.dones[0, handle].message
+    assert said == f"no token is allowed: structured output, {named} together leave none"
