@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -28,9 +29,12 @@ NO_STORE = {
 }
 
 
-def _json(content: Any) -> Response:
+UNANSWERED = "x-headrace-unanswered"  # HTTP processes whose requests are missing in a list
+
+
+def _json(content: Any, more: Mapping[str, str] = {}) -> Response:
     raw = content if isinstance(content, bytes) else encode_json(content)
-    return Response(raw, headers=NO_STORE, media_type="application/json")
+    return Response(raw, headers={**NO_STORE, **more}, media_type="application/json")
 
 
 async def stages(request: Request) -> Response:
@@ -51,16 +55,19 @@ async def requests(request: Request) -> Response:
     plain = given.isascii() and given.isdigit() and len(given) <= digits
     if not plain or not 0 < int(given) <= MOST_SHOWN:
         raise InvalidRequest(f"limit = {given!r:.50}: 1 to {MOST_SHOWN}", param="limit")
-    return _json(await service_of(request).records.newest(int(given), _whose(request)))
+    listed, silent = await service_of(request).records.newest(int(given), _whose(request))
+    return _json(listed, {UNANSWERED: str(silent)} if silent else {})
 
 
 async def one(request: Request) -> Response:
     """One record, by its key or its request's id. Raises NotFound."""
     name = request.path_params["id"]
-    found = await service_of(request).records.find(name, _whose(request))
+    found, silent = await service_of(request).records.find(name, _whose(request))
     if found is None:
+        missing = f"; HTTP processes that did not answer: {silent}" if silent else ""
         raise NotFound(
-            f"no request {name!r:.150} is in the ring (any more)", code="request_not_found"
+            f"no request {name!r:.150} is in the ring (any more){missing}",
+            code="request_not_found",
         )
     return _json(found)
 

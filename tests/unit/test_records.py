@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.api import record_relay
 from headrace.api.prompt_spans import content_spans
 from headrace.api.record import MOST_BYTES, MOST_TOKENS, Full, Record
-from headrace.api.record_relay import PATIENCE_S, RecordRelay
+from headrace.api.record_relay import PATIENCE_S, Looked, RecordRelay
 from headrace.api.recorder import HEADER, MOST_FULL, MOST_FULL_A_KEY, MOST_SAME, Recorder
 from headrace.errors import InvalidRequest
 from headrace.observe.current import quantile
@@ -214,10 +218,10 @@ async def test_another_process_that_takes_long_is_waited_for(
             rescheduled(timeout, when)
 
         monkeypatch.setattr(asyncio.Timeout, "reschedule", noted)
-        found = await look
+        found = (await look).found
         assert found is not None
         assert msgspec.json.decode(found)["id"] == "mine"
-        assert await second.find("other", "") is None
+        assert (await second.find("other", "")).found is None
     finally:
         await first.close()
 
@@ -255,12 +259,14 @@ async def test_an_id_stands_for_the_newest_of_all_processes(tmp_path: Path) -> N
         await each.start()
     try:
         for asks in relay:
-            listed = await asks.newest(10, "")
+            listed, silent = await asks.newest(10, "")
+            assert silent == 0
             assert [light["key"] for light in listed] == [r.name for r in (other, *made[::-1])]
             for given, meant in [("mine", made[3]), *((record.name, record) for record in made)]:
-                found = await asks.find(given, "")
+                found = (await asks.find(given, "")).found
                 assert found is not None
                 told = msgspec.json.decode(found)
+                assert told["unanswered"] == 0
                 assert (told["id"], told["key"], told["full"]) == (
                     "mine",
                     meant.name,
@@ -271,27 +277,94 @@ async def test_an_id_stands_for_the_newest_of_all_processes(tmp_path: Path) -> N
                     for record in reversed(made)
                     if record is not meant
                 ]
-            found = await asks.find(other.name, "")
+            found = (await asks.find(other.name, "")).found
             assert found is not None
             assert msgspec.json.decode(found)["same_id"] == []
-            assert await asks.find("mine~", "") is None
-            assert await asks.find(made[0].name + "0", "") is None
+            assert await asks.find("mine~", "") == (None, 0)
+            assert await asks.find(made[0].name + "0", "") == (None, 0)
     finally:
         for each in relay:
             await each.close()
+
+
+@contextlib.asynccontextmanager
+async def hanging(folder: Path) -> AsyncIterator[list[bytes]]:
+    """A process that takes questions, which are yielded, and answers none."""
+    asked: list[bytes] = []
+    leaving = asyncio.Event()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        await leaving.wait()
+        writer.close()
+
+    server = await asyncio.start_unix_server(listen, folder / "records-9.sock")
+    try:
+        yield asked
+    finally:
+        leaving.set()
+        server.close()
+
+
+async def test_one_that_hangs_keeps_nobody_back_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has it, here or elsewhere: the patience with who has nothing is not waited for."""
+    monkeypatch.setattr(record_relay, "PATIENCE_S", 3600.0)  # the test's own limit is shorter
+    monkeypatch.setattr(record_relay, "REST_S", 0.2)
+    recorder, first, second = relays(tmp_path)
+    record = opened(recorder, "mine", full=True)
+    recorder.close(record, 200, "")
+    await first.start()
+    await second.start()
+    try:
+        async with hanging(tmp_path) as asked:
+            for look in (first, second):
+                listed, silent = await look.newest(5, "")
+                assert ([light["id"] for light in listed], silent) == (["mine"], 1)
+                for given in ("mine", record.name):
+                    found, silent = await look.find(given, "")
+                    assert found is not None
+                    told = msgspec.json.decode(found)
+                    assert (told["key"], told["unanswered"], silent) == (record.name, 1, 1)
+            ops = {msgspec.json.decode(question)["op"] for question in asked}
+            assert ops == {"newest", "meant"}, "the whole is asked of who has it"
+            monkeypatch.setattr(record_relay, "PATIENCE_S", 0.2)
+            assert await first.find("other", "") == (None, 1)
+        assert await first.find("other", "") == (None, 0), "who died is not waited for"
+    finally:
+        await first.close()
+        await second.close()
+
+
+async def test_a_look_says_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def newest(*_: Any) -> Looked[list[Any]]:
+        return Looked([], 2)
+
+    async def find(*_: Any) -> Looked[bytes | None]:
+        return Looked(None, 1)
+
+    monkeypatch.setattr(RecordRelay, "newest", newest)
+    monkeypatch.setattr(RecordRelay, "find", find)
+    async with client() as http:
+        listed = await http.get("/ui/api/requests")
+        one = await http.get("/ui/api/requests/x")
+    assert (listed.json(), listed.headers["x-headrace-unanswered"]) == ([], "2")
+    assert one.status_code == 404
+    assert "did not answer: 1" in one.json()["error"]["message"]
 
 
 async def test_a_question_that_is_too_long_harms_no_process(tmp_path: Path) -> None:
     _, first, second = relays(tmp_path)
     await first.start()
     try:
-        assert await second.find("\x01" * 60_000, "") is None
+        assert await second.find("\x01" * 60_000, "") == (None, 0)
         reader, writer = await asyncio.open_unix_connection(tmp_path / "records-0.sock")
         writer.write(b"x" * 200_000 + b"\n")
         with suppress(ConnectionError):
             assert await reader.read() == b""
         writer.close()
-        assert await second.newest(5, "") == []
+        assert await second.newest(5, "") == ([], 0)
     finally:
         await first.close()
 

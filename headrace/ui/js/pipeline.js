@@ -147,11 +147,12 @@ function find(panel, name) {
 }
 
 /** Why a request failed, why its record is not all that was asked for, and who has its id too. */
-function remarks({ error, note, cut, same_id: others }) {
+function remarks({ error, note, cut, same_id: others, unanswered }) {
   const failed = error
     ? [el("p", { class: "problem", text: `It ended with an error: ${error}` })]
     : [];
-  const said = [note, cut].filter(Boolean).map((text) => el("p", { class: "label", text }));
+  const silent = unanswered && `HTTP processes that did not say who has this id: ${unanswered}`;
+  const said = [note, cut, silent].filter(Boolean).map((text) => el("p", { class: "label", text }));
   return [...failed, ...said, ...sameId(others, addressOf)];
 }
 

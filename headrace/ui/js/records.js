@@ -9,6 +9,8 @@ export const LIMIT = 50;
 
 /** Light records, newest first. */
 export const ring = cell([]);
+/** HTTP processes that did not answer: their requests are missing there. */
+export const unanswered = cell(0);
 /** {id, record} of the chosen request, {id, problem} or {}; its id or key, as it was chosen. */
 export const chosen = cell({});
 /** The eleven stages with their metrics. */
@@ -36,8 +38,8 @@ export async function look() {
     do {
       quick = 0;
       await Promise.all([
-        lookAt(stages, "ui/api/stages"),
-        lookAt(ring, `ui/api/requests?limit=${LIMIT}`),
+        lookAtStages(),
+        lookAtRing(),
         lookAtChosen(),
       ]);
     } while (quick && !document.hidden);
@@ -46,12 +48,19 @@ export async function look() {
   }
 }
 
-async function lookAt(target, path) {
+// Where a look fails, what was known stays; the bar at the top says that the server is away.
+async function lookAtStages() {
   try {
-    target.set(await getJson(path));
-  } catch {
-    // What was known stays; the bar at the top says that the server is away.
-  }
+    stages.set(await getJson("ui/api/stages"));
+  } catch {}
+}
+
+async function lookAtRing() {
+  try {
+    const { found, unanswered: silent } = await getSized(`ui/api/requests?limit=${LIMIT}`);
+    unanswered.set(silent);
+    ring.set(found);
+  } catch {}
 }
 
 async function lookAtChosen() {

@@ -1,7 +1,7 @@
 // The list of requests to choose from: the newest of all, light or full.
 import { el } from "./dom.js";
 import { clock, ms } from "./format.js";
-import { chosen, ring } from "./records.js";
+import { chosen, ring, unanswered } from "./records.js";
 import { go, place } from "./route.js";
 import { rowList } from "./row_list.js";
 
@@ -14,7 +14,10 @@ export function startRingList(pane) {
   const show = () => {
     const records = ring.value;
     none.hidden = records.length > 0;
-    total.textContent = records.length ? `last ${records.length}` : "";
+    const silent = unanswered.value;
+    const missing = silent ? `${silent} HTTP ${silent > 1 ? "processes" : "process"} silent` : "";
+    const last = records.length ? `last ${records.length}` : "";
+    total.textContent = [last, missing].filter(Boolean).join(", ");
     // Clients give several requests one id; each has a key of its own.
     const { id, record } = chosen.value;
     list.show(
@@ -23,6 +26,7 @@ export function startRingList(pane) {
     );
   };
   ring.watch(show);
+  unanswered.watch(show);
   chosen.watch(show);
   place.watch(show);
   show();

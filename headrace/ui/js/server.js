@@ -41,10 +41,13 @@ export async function getJson(path) {
   return (await getSized(path)).found;
 }
 
-/** The same, with its length in characters. */
+/** The same, with its length in characters, and how many processes did not say what they hold. */
 export async function getSized(path) {
-  const text = await (await ask(path)).text();
-  return { found: JSON.parse(text.replace(/("seed":)(\d{16,})/g, '$1"$2"')), chars: text.length };
+  const response = await ask(path);
+  const text = await response.text();
+  const found = JSON.parse(text.replace(/("seed":)(\d{16,})/g, '$1"$2"'));
+  const unanswered = Number(response.headers.get("x-headrace-unanswered"));
+  return { found, chars: text.length, unanswered };
 }
 
 /** A POST whose answer is a stream: the response, whose headers are there, and its events. */
