@@ -177,11 +177,15 @@ class PromptReader:
         if options is None and b'"stream_options"' not in body:
             end = body.rindex(b"}")
             return body[:end] + b',"stream_options":{"include_usage":true}}', True
-        if options is None or (isinstance(options, dict) and not options.get("include_usage")):
-            whole = read_json(body, dict)
-            whole["stream_options"] = {**(options or {}), "include_usage": True}
-            return msgspec.json.encode(whole), True
-        return body, False
+        options = {} if options is None else options
+        said_so = options.get("include_usage") if isinstance(options, dict) else True
+        if said_so is not None and said_so is not False:
+            return body, False  # usage comes without us, or the worker refuses that value
+        asked = {**options, "include_usage": True}
+        if asked.get("continuous_usage_stats") is True:
+            del asked["continuous_usage_stats"]  # it means nothing to who asks for no usage
+        rest = read_json(body, dict[str, msgspec.Raw])  # all else goes as it came
+        return msgspec.json.encode({**rest, "stream_options": asked}), True
 
 
 def _fetching(kept: Kept, body: bytes, *, waits: bool) -> Prompt:

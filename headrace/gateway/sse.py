@@ -19,6 +19,9 @@ MAX_EVENT_BYTES = 256 * 1024
 MOST_TOKENS = 2**32
 _BLANK = re.compile(rb"(?:\r\n|\n|\r(?=[^\n]))(?:\r\n|\n|\r(?=[^\n]))")
 _LINE = re.compile(r"\r\n|\n|\r")
+# How an event ends that has no usage, of a worker that was asked for it. These bytes can be nothing
+# else: in a string the quotes would be escaped.
+_NO_USAGE = b',"usage":null}\n\n'
 LAST_EVENTS = frozenset(
     {"message_stop", "response.completed", "response.failed", "response.incomplete"}
 )
@@ -54,7 +57,8 @@ def _count(said: Any, before: int) -> int:
 class EventStream:
     """A feed machine: bytes of the worker in, bytes for the client out.
 
-    strip_usage: events with usage and no choice are left out, for the client did not ask for them.
+    strip_usage: events with usage and no choice are left out, and so is the null in the others, for
+    the client did not ask for them.
     """
 
     def __init__(self, strip_usage: bool) -> None:
@@ -117,6 +121,8 @@ class EventStream:
         """Look at whole events; only what may matter is decoded."""
         if b"data" not in whole:
             return whole  # comments keep a connection alive
+        if self._strip:
+            whole = whole.replace(_NO_USAGE, b"}\n\n")
         plain = b"event:" not in whole and b'"error"' not in whole and b"[DONE]" not in whole
         if plain and b'"usage"' not in whole:
             self.events += 1

@@ -90,7 +90,7 @@ async def test_pipelined_requests_get_answers_in_order() -> None:
         (b"[" * 5000, "/v1/chat/completions", "POST", 400, "invalid_request"),
         (b'{"model":"\xff"}', "/v1/chat/completions", "POST", 400, "invalid_request"),
         (
-            b'{"stream":true,"stream_options":{},"x":"\xff"}',
+            b'{"stream":true,"stream_options":{},"\xff":1}',
             "/v1/completions",
             "POST",
             400,

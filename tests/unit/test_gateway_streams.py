@@ -185,6 +185,43 @@ async def test_usage_that_nobody_can_read_passes(usage: bytes, stream: bool) -> 
         assert await metric(made, "tokens_total", kind="output") == 0
 
 
+@pytest.mark.parametrize(
+    "options", ["", ',"stream_options":{"include_usage":false,"continuous_usage_stats":true}']
+)
+async def test_who_asked_for_no_usage_gets_the_bytes_of_a_worker_that_was_not_asked(
+    options: str,
+) -> None:
+    """OpenAI: with include_usage all chunks have a usage, null but for the last."""
+    events = [json.dumps(chunk_of(text), separators=(",", ":")) for text in ("a", ',"usage":null}')]
+    used = json.dumps({"choices": [], "usage": usage_of(5, 2, 1)}, separators=(",", ":"))
+
+    async def answer(asked: Asked, out: Out) -> None:
+        given = asked.json().get("stream_options") or {}
+        told = bool(given.get("include_usage"))
+        value = used[24:-1] if given.get("continuous_usage_stats") else "null"
+        await out.head()
+        for number, event in enumerate(events, 1):
+            more = f',"usage":{value}}}' if told else "}"
+            await out.chunk(f"id: s.{number}\ndata: {event[:-1]}{more}\n\n".encode())
+        await out.chunk(f"id: s.3\ndata: {used}\n\ndata: [DONE]\n\n".encode())
+        await out.end()
+
+    body = f'{{"model":"m","messages":[],"seed":1e5,"x":"Ŋ","stream":true{options}}}'.encode()
+    async with Mock(answer) as worker, gateway(worker) as made:
+        reply = await call(made.port, body)
+        expected = [f"id: s.{i}\ndata: {event}\n\n" for i, event in enumerate(events, 1)]
+        assert reply.body.decode() == "".join(expected) + "data: [DONE]\n\n"
+        assert await metric(made, "tokens_total", kind="prompt") == 5
+        assert b'"seed":1e5' in worker.asked[0].body  # as it came
+
+
+@pytest.mark.parametrize("value", [0, "", [], {}, "yes", 1])
+async def test_a_worker_sees_and_refuses_what_is_no_boolean(value: Any) -> None:
+    async with Mock() as worker, gateway(worker) as made:
+        await call(made.port, chat(stream=True, stream_options={"include_usage": value}))
+        assert worker.asked[0].json()["stream_options"] == {"include_usage": value}
+
+
 async def test_usage_is_not_asked_for_when_it_is_off() -> None:
     async with Mock() as worker, gateway(worker, ask_usage=False) as made:
         await call(made.port, chat(stream=True))
