@@ -41,6 +41,7 @@ from headrace.backends.cuda.ops import CudaOps, Place, Wanted
 from headrace.config import Resolved
 from headrace.engine.protocol import Masks
 from headrace.kernels.launch import compiled, compiling, fetched
+from headrace.kernels.shapes import power_of_two
 from headrace.messages import StepPlan
 from headrace.models.layers import Decoder
 from headrace.runner.device_state import DeviceState
@@ -371,11 +372,22 @@ class Forward:
                 ops = self._ops(self._inputs[way], size, step, self._narrowed(way, size, wanted))
                 x = self.model.through(blocks, ops)
                 self.model.logits(x[: self._draws], ops)
+            eager = self._inputs["eager"]
+            for singles in self._crowds():
+                step = self._attention.singles(eager.columns(singles, self.state.tables))
+                self.model.through(blocks, self._ops(eager, singles, step))
             columns = self._inputs["eager"].columns(2, self.state.tables)
             self._attention.compile(self.model, columns, self.store.k[0])
             self.pooler.compile()
             self.state.compile()
             self.store.compile()
+
+    def _crowds(self) -> list[int]:
+        """Of more single tokens than a graph holds: one number for each kernel that they need, as
+        of each power of two decode attention has its own."""
+        most = min(self._draws, self._sizes["eager"][-1])
+        padded = power_of_two(self._sizes["mixed"][-1]), power_of_two(most)
+        return [min(1 << bit, most) for bit in range(*(size.bit_length() for size in padded))]
 
     def prepare_attention(self) -> Resolved[str]:
         """Plan what the attention of long prompts needs planned -> what was chosen, and why.
