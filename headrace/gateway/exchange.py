@@ -283,10 +283,8 @@ class Exchange:
         if self._may_retry(status):
             self._retry(count=False)
             return
-        said = (
-            {"type": "error", "error": error} if self._request.path.startswith(MESSAGES) else None
-        )
-        body = msgspec.json.encode(said or {"error": error})
+        kind = {"type": "error"} if self._request.path.startswith(MESSAGES) else {}
+        body = msgspec.json.encode({**kind, "error": error})
         self._answer(status, [(b"content-type", b"application/json")], body)
 
     def ended(self) -> None:
@@ -315,16 +313,18 @@ class Exchange:
         assert self.worker is not None, "placed"
         rest = events.flush()
         if not self._begun and not rest:
-            self.broken("the worker's stream has no event", False)
-            return
-        if not self._begun:
+            if not self._fetches:
+                self.broken("the worker's stream has no event", False)
+                return
+            self._begin(200, self._headers, b"")  # who came back has seen it all
+        elif not self._begun:
             self._relay(events, rest)
             rest = b""
             if self._over or not self._begun:
                 return  # it began with an error
         if events.error is not None:
             self._count_stream_error()
-        elif not events.ended:
+        elif not events.ended and (events.events or not self._fetches):
             self._gateway.metrics.endless.add(self.worker.name)
         self._finish(self._status)
         self._client.finish(rest)

@@ -328,3 +328,26 @@ async def test_a_stream_that_goes_on_is_not_paid_twice(
         assert reply.body.count(b"data: ") == 3  # the client did not ask for its usage
         assert await metric(made, "tokens_total", kind="prompt") == (0 if again else 500)
     assert paid[0] == pays
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_stream_whose_last_event_was_seen_goes_on_with_nothing(method: str) -> None:
+    """An answer like any other: no fault of the worker, and nothing is missing."""
+
+    async def answer(asked: Asked, out: Out) -> None:
+        name = asked.headers["last-event-id"].rpartition(".")[0]
+        await out.head(extra=f"x-headrace-stream-id: {name}\r\n")
+        await out.end()
+
+    async with Mock(answer) as worker, gateway(worker, breaker_failures=2) as made:
+        stream = homes.stream_id(0, homes.tag_of(worker.url))
+        headers = {"last-event-id": f"{stream}.9"}
+        body = {"model": "m", "stream": True} if method == "POST" else None
+        path = CHAT if method == "POST" else f"/v1/streams/{stream}"
+        for _ in range(4):
+            reply = await call(made.port, body, path, headers, method)
+            assert (reply.status, reply.body) == (200, b"")
+            assert reply.headers["content-type"].startswith("text/event-stream")
+        assert await metric(made, "worker_failures_total") == 0
+        assert await metric(made, "streams_without_end_total") == 0
+    assert len(worker.asked) == 4
