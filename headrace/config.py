@@ -14,7 +14,8 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -272,12 +273,80 @@ def flag_of(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
+class Need(NamedTuple):
+    """`keys` have an effect only where `met`, of the settings that they belong to; `words` say
+    when that is."""
+
+    keys: tuple[str, ...]
+    met: Callable[[Any], bool]
+    words: str
+
+
+_EVENTS = (
+    "kv_events_replay_endpoint", "kv_events_topic", "kv_events_encoding", "kv_events_hwm",
+    "kv_events_max_queue_size",
+)  # fmt: skip
+_KEPT_EVENTS = ("kv_events_buffer_steps",)
+KV_EVENTS = ("kv_events_endpoint", *_EVENTS, *_KEPT_EVENTS)
+_NEEDS = (
+    Need(_EVENTS, lambda s: bool(s.kv_events_endpoint), "kv_events_endpoint"),
+    Need(_KEPT_EVENTS, lambda s: bool(s.kv_events_replay_endpoint), "kv_events_replay_endpoint"),
+    Need(
+        ("max_wait_s",),
+        lambda s: s.scheduling_policy == "priority",
+        "scheduling_policy = priority",
+    ),
+    Need(("max_num_batched_tokens",), lambda s: s.engine == "headrace", "engine = headrace"),
+    Need(
+        ("response_store_bytes", "response_store_ttl_s"),
+        lambda s: s.response_store_count > 0,
+        "a response_store_count above 0",
+    ),
+    Need(("record_count",), lambda s: s.ui or not s.record_count, "ui"),
+    Need(("record_bytes",), lambda s: s.ui and s.record_count > 0, "ui, a record_count above 0"),
+    Need(("stream_resume_bytes",), lambda s: s.stream_resume_s > 0, "a stream_resume_s above 0"),
+    Need(("hook_timeout_s",), lambda s: bool(s.hook), "a hook"),
+    Need(("usage_fsync_s",), lambda s: bool(s.usage_log), "usage_log"),
+    Need(("trace_ratio",), lambda s: bool(s.otlp_endpoint), "otlp_endpoint"),
+    Need(
+        ("check_weights", "allow_pickle"),
+        lambda s: s.load_format != "dummy",
+        "weights of the checkpoint, not load_format = dummy",
+    ),
+    Need(("fake_step_ms", "fake_device"), lambda s: s.backend == "fake", "backend = fake"),
+    Need(
+        ("gpu_memory_utilization",),
+        lambda s: not (s.kv_blocks or s.kv_memory),
+        "that neither kv_blocks nor kv_memory sizes the KV cache",
+    ),
+)
+
+
+def check_needs(settings: msgspec.Struct, needs: Collection[Need]) -> None:
+    """Raise ConfigError for a setting that is not its default and that another one leaves without
+    effect; it names both."""
+    for keys, met, words in needs:
+        if met(settings):
+            continue
+        for field in msgspec.structs.fields(settings):
+            value = getattr(settings, field.name)
+            if field.name in keys and value != field.default:
+                raise ConfigError(
+                    f"{field.name} = {value!r} would change nothing: it needs {words}",
+                    param=field.name,
+                )
+
+
 def load(
-    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Path | None = None
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    file: Path | None = None,
+    supplied: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Settings, dict[str, Source]]:
     """Merge the layers and validate once.
 
-    `flags` holds only what the user gave; `file` is the TOML file, None for HEADRACE_CONFIG's.
+    `flags` holds only what the user gave; `file` is the TOML file, None for HEADRACE_CONFIG's;
+    `supplied`: what the caller will set for who does not, so that what needs it has an effect.
     Returns the settings and the source of each. Raises ConfigError naming key, value and source.
     """
     values: dict[str, Any] = {}
@@ -303,7 +372,10 @@ def load(
             put(name.removeprefix(ENV_PREFIX).lower(), _from_text(name, text), "environment", name)
     for key, value in flags.items():
         put(key, value, "flag", flag_of(key))
-    return _validate(values, sources), sources
+    settings = _validate(values, sources)
+    more = {key: value for key, value in supplied.items() if not getattr(settings, key)}
+    check_needs(msgspec.structs.replace(settings, **more), _NEEDS)
+    return settings, sources
 
 
 def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings:
@@ -341,15 +413,9 @@ def _validate(values: dict[str, Any], sources: Mapping[str, Source]) -> Settings
     _check_keys("api_key", settings.api_key)
     _check_keys("admin_key", settings.admin_key)
     check_endpoint(settings.otlp_endpoint)
-    if settings.check_weights and settings.load_format == "dummy":
-        raise ConfigError("check_weights: random weights need no check", param="check_weights")
     _check_kv_events(settings)
-    if settings.fake_step_ms and settings.backend != "fake":
-        raise ConfigError("fake_step_ms needs backend = fake", param="fake_step_ms")
-    if settings.fake_device and (settings.backend != "fake" or settings.fake_step_ms):
-        raise ConfigError(
-            "fake_device needs backend = fake, and no fake_step_ms", param="fake_device"
-        )
+    if settings.fake_device and settings.fake_step_ms:
+        raise ConfigError("fake_device and fake_step_ms exclude each other", param="fake_device")
     return settings
 
 
@@ -361,11 +427,9 @@ def _check_kv_events(settings: Settings) -> None:
         port = int(address.rpartition(":")[2]) if address.startswith("tcp://") else 1
         if not 1 <= port <= 65535:  # of one that the system chooses nobody would know
             raise ConfigError(f"{key} = {address!r}: a port is 1 to 65535", param=key)
-    if not settings.kv_events_endpoint:
-        if settings.kv_events_replay_endpoint:
-            key = "kv_events_replay_endpoint"
-            raise ConfigError(f"{key} needs kv_events_endpoint", param=key)
-    elif not settings.prefix_caching or settings.engine != "headrace":
+    if settings.kv_events_endpoint and (
+        not settings.prefix_caching or settings.engine != "headrace"
+    ):
         raise ConfigError(
             "kv_events_endpoint: there is no prefix cache to tell of", param="kv_events_endpoint"
         )

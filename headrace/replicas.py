@@ -19,7 +19,7 @@ from pathlib import Path
 
 from headrace.backends.cpu.device import KV_SHARE, free_memory_bytes
 from headrace.children import LAST_PAUSE_S
-from headrace.config import ENV_PREFIX, Settings, flag_of
+from headrace.config import ENV_PREFIX, KV_EVENTS, Settings, flag_of, refuse
 from headrace.engine.kv_events import binds
 from headrace.errors import ConfigError
 from headrace.gateway.app import Gateway
@@ -61,10 +61,11 @@ class Shares:
     def _share_gpus(self, settings: Settings, count: int) -> None:
         gpus = visible_gpus()
         each = -(-count // max(1, len(gpus)))
-        if not gpus or (each > 1 and settings.gpu_memory_utilization * each > 1):
+        sized = settings.kv_blocks or settings.kv_memory  # then the share says nothing
+        if not gpus or (each > 1 and not sized and settings.gpu_memory_utilization * each > 1):
             raise ConfigError(
                 f"replicas = {count} on {len(gpus)} GPUs: at most one a GPU, or a "
-                f"--gpu-memory-utilization of at most {1 / each:.2g}",
+                f"--gpu-memory-utilization of at most {1 / each:.2g}, or --kv-memory",
                 param="replicas",
             )
         self.gpus = [gpus[i % len(gpus)] for i in range(count)]
@@ -136,6 +137,7 @@ def event_endpoints(settings: Settings, count: int, folder: Path) -> list[tuple[
     not name lies in `folder`, for the gateway alone. Raises ConfigError.
     """
     if not settings.prefix_caching or settings.engine != "headrace":
+        refuse(settings, "without a prefix cache, headrace up", KV_EVENTS)
         return []
     key, endpoint = "kv_events_endpoint", settings.kv_events_endpoint
     if endpoint.startswith("tcp://") and not binds(endpoint):

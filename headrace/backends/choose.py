@@ -26,7 +26,7 @@ _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "fake": (
         "dtype", "load_format", "quantization", "kv_dtype", "kv_memory", "threads",
         "gpu_memory_utilization", "prefill_attention", "allow_pickle", "check_weights",
-        "cuda_graphs",
+        "cuda_graphs", "cpu_kernels", "cpu_precision",
     ),
     "cpu": ("gpu_memory_utilization", "prefill_attention", "cuda_graphs"),
     "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),

@@ -17,6 +17,7 @@ from headrace.bench.lengths import FORMS, Lengths, parse_lengths
 from headrace.bench.stats import SLOS
 from headrace.bench.trace import BLOCK_TOKENS, read_trace
 from headrace.bench.workload import SCHEMA, Workload
+from headrace.cli.alone import Beside, refuse_alone
 from headrace.errors import ConfigError, EngineError
 
 Command = Callable[..., None]
@@ -237,6 +238,32 @@ def workload_of(asked: dict[str, Any]) -> Workload:
     )
 
 
+def _pairs(asked: dict[str, Any]) -> list[Beside]:
+    """Flags that have an effect beside others alone."""
+    trace, sweep = asked["trace"], asked["sweep"]
+    rated = bool(asked["rate"] or sweep)
+    own = (
+        "max_tokens prompt_tokens single_prompt prefixes prefix_tokens zipf drift turns think "
+        "fan_out structured schema cancel"
+    )
+    return [
+        Beside(own, not trace, "beside --trace, which has its own requests"),
+        Beside("speed trace_block_tokens", bool(trace), "without --trace"),
+        Beside("burstiness burst", rated, "without --rate or --sweep"),
+        Beside("most_open", rated or bool(trace), "without --rate, --sweep or --trace"),
+        Beside(
+            "requests",
+            asked["duration"] is None or bool(trace or sweep),
+            "beside --duration, which ends a level instead",
+        ),
+        Beside("prompt prompt_tokens nonce", not asked["single_prompt"], "beside --single-prompt"),
+        Beside("prefix_tokens drift", asked["prefixes"] > 0, "without --prefixes"),
+        Beside("zipf", asked["prefixes"] > 1, "without several --prefixes"),
+        Beside("think", asked["turns"] > 1 or asked["fan_out"] > 0, "without --turns or --fan-out"),
+        Beside("schema", asked["structured"] > 0, "without --structured"),
+    ]
+
+
 def base_of(url: str) -> str:
     """The server's address as the load generator takes it: OpenAI's clients want /v1 behind it,
     people leave out http://. Raises ConfigError for what is no address."""
@@ -262,6 +289,7 @@ def command(context: click.Context, /, **asked: Any) -> None:
         raise ConfigError("--trace has its own times", param="trace")
     if asked["sweep"] and asked["rate"]:
         raise ConfigError("--sweep finds its rates itself", param="rate")
+    refuse_alone(context, _pairs(asked))
     workload = workload_of(asked)
     from headrace.bench.console import Run, run
     from headrace.bench.stats import Shape

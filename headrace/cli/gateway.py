@@ -19,6 +19,7 @@ import click
 import msgspec
 import uvloop
 
+from headrace.cli.alone import Beside, refuse_alone
 from headrace.config import flag_of
 from headrace.errors import ConfigError
 from headrace.gateway import page
@@ -86,8 +87,14 @@ def command(
     if not workers and config_file is None:
         raise ConfigError("no workers: --worker URL, or --config FILE", param="worker")
     settings = merge(file.gateway if file else {}, flags)
+    names = file is not None or any(spec.lookup for spec in workers)  # a file may bring some later
+    refuse_alone(
+        ctx,
+        [Beside("dns_interval_s dns_keep_s dns_server", names, "without a worker that is a name")],
+    )
     doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
     said = partial(_say, settings, doorkeeper.keyed, len(workers))
+    check_limits(settings, doorkeeper)
     if settings.processes > 1:
         if any(worker.start is not None for worker in workers):
             raise ConfigError("workers are started by one process alone", param="processes")
@@ -109,6 +116,16 @@ def command(
         raise SystemExit(processes.run())
     registry = _registry(specs, config_file, settings)
     run(settings, registry, doorkeeper, lambda made: said(made.port))
+
+
+def check_limits(settings: GatewaySettings, doorkeeper: Doorkeeper) -> None:
+    """Raises ConfigError for a server of limits where no tier has any."""
+    if settings.redis_url and not doorkeeper.limited:
+        raise ConfigError(
+            "redis_url would change nothing: it shares limits, and no tier of the fleet file has "
+            "one",
+            param="redis_url",
+        )
 
 
 def run(

@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from headrace.cli.alone import Beside, refuse_alone
 from headrace.config import parse_bytes
 from headrace.inspection import Inspection, inspect
 from headrace.sources.resolve import resolve
@@ -19,10 +20,14 @@ _SHOWN = 12  # ids of tokens that no text gives
 @click.option("--memory", metavar="SIZE", help="what fits in so much, such as 24GB or 80GiB")
 @click.option("--context", type=click.IntRange(min=1), help="tokens of one sequence there")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout instead of tables")
-def command(model: str, memory: str | None, context: int | None, as_json: bool) -> None:
+@click.pass_context
+def command(
+    ctx: click.Context, /, model: str, memory: str | None, context: int | None, as_json: bool
+) -> None:
     """Tell architecture, parameters, KV bytes a token, what fits in given memory, and what the
     tokenizer makes of texts. Reads no weights; of a model of the Hub config and tokenizer are
     downloaded."""
+    refuse_alone(ctx, [Beside("context", memory is not None, "without --memory")])
     files = resolve(model, say=lambda line: click.echo(line, err=True), weights=False)
     size_bytes = parse_bytes(memory, "memory") if memory else 0
     told = inspect(files, size_bytes, context or 0)

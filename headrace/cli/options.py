@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import click
@@ -43,8 +44,11 @@ def _option(name: str, hint: Any, default: Any) -> Callable[[F], F]:
 
 
 def read_settings(
-    config_file: Path | None, given: dict[str, Any]
+    config_file: Path | None,
+    given: dict[str, Any],
+    supplied: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Settings, dict[str, Source]]:
-    """Settings from the command's keywords: only what the user gave counts as a flag."""
+    """Settings from the command's keywords: only what the user gave counts as a flag. `supplied`:
+    see `config.load`."""
     flags = {key: v for key, v in given.items() if v is not None and v != ()}
-    return load(flags, file=config_file)
+    return load(flags, file=config_file, supplied=supplied)

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from headrace.accelerators import ACCELERATORS, Accelerator, processor
 from headrace.backends.cpu.device import cores
+from headrace.cli.alone import Beside as Need
+from headrace.cli.alone import refuse_alone
 from headrace.cli.bench import Numbers, base_of
 from headrace.config import parse_bytes
 from headrace.errors import ConfigError
@@ -56,7 +58,10 @@ class Beside(msgspec.Struct, frozen=True):
 @click.option("--measure-prompt", type=click.IntRange(1), default=256, help="tokens of a prompt")
 @click.option("--measure-output", type=click.IntRange(8), default=64, help="tokens of an answer")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout instead of tables")
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     model: str,
     device: str,
     memory: str | None,
@@ -72,6 +77,8 @@ def command(
     """Tell what fits, the least time of decode steps and prompts, and the least cost of a million
     tokens. Reads no weights; of a model of the Hub config and tokenizer are downloaded.
     """
+    measured = "api_key measure_batch measure_prompt measure_output"
+    refuse_alone(ctx, [Need(measured, bool(url), "without --url")])
     on = _device(device, memory, bandwidth, tflops, asked["weights"] or "")
     planner = Planner(
         resolve(model, say=lambda line: click.echo(line, err=True), weights=False),

@@ -11,6 +11,12 @@ import click
 from headrace.cli.options import read_settings, settings_options
 from headrace.errors import ConfigError
 
+# Each replica gets its own, named or not: see `replicas.event_endpoints`.
+SUPPLIED = {
+    "kv_events_endpoint": "ipc://events",
+    "kv_events_replay_endpoint": "ipc://replay",
+}
+
 
 @click.command("up")
 @click.option(
@@ -29,9 +35,9 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     Takes the flags of `serve`; host, port and api-key are the gateway's, all else the replicas'.
     GPUs, or processor cores and memory, are shared out among them.
     """
-    settings, sources = read_settings(config_file, given)
+    settings, sources = read_settings(config_file, given, SUPPLIED)
     from headrace.backends.choose import resolve_backend
-    from headrace.cli.gateway import run
+    from headrace.cli.gateway import check_limits, run
     from headrace.gateway.settings import FleetFile, merge, read_fleet
     from headrace.gateway.tenants import Doorkeeper, KeySpec
     from headrace.launch import find_model
@@ -50,6 +56,7 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     if settings.prefix_caching and model.has_text:
         own["tokenizer"] = (f"{model.name}={'fake' if model.kind == 'fake' else model.path}",)
     gateway = merge(own | file.gateway, said)
+    check_limits(gateway, doorkeeper)
     if gateway.processes > 1:
         raise ConfigError("replicas are started by one process alone", param="processes")
     flags = {key: getattr(settings, key) for key in sources if sources[key].kind == "flag"}

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from headrace.config import check_endpoint
+from headrace.config import Need, check_endpoint, check_needs
 from headrace.errors import ConfigError
 from headrace.extras import install
 from headrace.gateway import trust
@@ -145,6 +145,22 @@ HELP: Mapping[str, str] = {
 }
 assert set(HELP) == set(GatewaySettings.__struct_fields__), "every setting needs one help line"
 
+_NEEDS = (
+    Need(
+        ("affinity",),
+        lambda s: s.policy in ("token_cost", "session"),
+        "policy = token_cost or session",
+    ),
+    Need(("block_index_bytes",), lambda s: s.kv_events, "kv_events"),
+    Need(
+        ("tokenizer_threads", "tokenizer_cache_bytes"), lambda s: bool(s.tokenizer), "a tokenizer"
+    ),
+    Need(("starve_s",), lambda s: s.max_queue > 0, "a max_queue above 0"),
+    Need(("lint_excerpts", "lint_bytes"), lambda s: s.lint, "lint"),
+    Need(("redis_timeout_s",), lambda s: bool(s.redis_url), "redis_url"),
+    Need(("trace_ratio",), lambda s: bool(s.otlp_endpoint), "otlp_endpoint"),
+)
+
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker as the operator names it."""
@@ -232,6 +248,7 @@ def check_workers(workers: tuple[WorkerSpec, ...]) -> None:
             raise ConfigError(
                 f"worker {spec.url}: one that starts on demand needs `models`", param="workers"
             )
+        _check_beside(spec)
         if spec.secure:
             trust.load(spec.ca_file)
         if place in seen:
@@ -266,6 +283,23 @@ def _check_written(spec: WorkerSpec) -> None:
             )
 
 
+def _check_beside(spec: WorkerSpec) -> None:
+    """What changes nothing beside the rest of its table."""
+    alone = {
+        "ca_file needs https": spec.ca_file and not spec.secure,
+        "kv_events_replay_endpoint needs kv_events_endpoint": spec.kv_events_replay_endpoint
+        and not spec.kv_events_endpoint,
+        "kv_events_topic needs kv_events_endpoint": spec.kv_events_topic
+        and not spec.kv_events_endpoint,
+        "start: idle_stop_s is for workers that are not warm": spec.start is not None
+        and spec.start.warm
+        and spec.start.idle_stop_s,
+    }
+    for what, found in alone.items():
+        if found:
+            raise ConfigError(f"worker {spec.url}: {what}", param="workers")
+
+
 def _check_lookup(spec: WorkerSpec) -> None:
     if importlib.util.find_spec("dns") is None:
         raise ConfigError(
@@ -288,6 +322,7 @@ def merge(file: Mapping[str, Any], flags: Mapping[str, Any]) -> GatewaySettings:
     except msgspec.ValidationError as error:
         raise ConfigError(f"gateway settings: {error}") from None
     check_endpoint(settings.otlp_endpoint)
+    check_needs(settings, _NEEDS)
     if settings.dns_server:
         dns_server(settings.dns_server)
     return settings

@@ -382,7 +382,7 @@ async def test_a_sweep_over_sockets(tmp_path: Any) -> None:
         ("--trace x --rate 3", "trace"),
         ("--trace /nowhere/none", "trace"),
         ("--sweep 4 --rate 3", "rate"),
-        ("--schema /nowhere/none", "schema"),
+        ("--structured 0.5 --schema /nowhere/none", "schema"),
     ],
 )
 def test_pairs_that_cannot_be(arguments: str, param: str) -> None:

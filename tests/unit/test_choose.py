@@ -219,6 +219,8 @@ def test_settling_names_the_backend_and_leaves_the_rest(monkeypatch: pytest.Monk
         ("fake", {"prefill_attention": "flashinfer"}),
         ("fake", {"gpu_memory_utilization": 0.5}),
         ("fake", {"threads": 2}),
+        ("fake", {"cpu_kernels": "torch"}),
+        ("fake", {"cpu_precision": "exact"}),
         ("cuda", {"threads": 2}),
         ("cpu", {"itl_target_ms": "30"}),
         ("fake", {"itl_target_ms": "0.5"}),

@@ -43,11 +43,11 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
 def test_words_of_the_environment_take_the_type_of_their_setting() -> None:
     environ = {
         "HEADRACE_PREFIX_CACHING": "No",
-        "HEADRACE_MAX_WAIT_S": "0.5",
+        "HEADRACE_KEEPALIVE_S": "0.5",
         "HEADRACE_MODEL": "7",
     }
     settings, _ = load({}, environ)
-    assert (settings.prefix_caching, settings.max_wait_s, settings.model) == (False, 0.5, "7")
+    assert (settings.prefix_caching, settings.keepalive_s, settings.model) == (False, 0.5, "7")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,54 @@ def test_values_that_cannot_be(flags: dict[str, Any], param: str) -> None:
 def test_a_number_or_auto(tmp_path: Path, text: str, values: tuple[str, str]) -> None:
     settings, _ = load({}, {}, toml(tmp_path, text))
     assert (settings.itl_target_ms, settings.api_workers) == values
+
+
+EVENTS = {"kv_events_endpoint": "tcp://*:5557"}
+REPLAY = {**EVENTS, "kv_events_replay_endpoint": "tcp://*:5558"}
+
+
+@pytest.mark.parametrize(
+    ("alone", "named", "beside"),
+    [
+        ({"kv_events_topic": "kv"}, "kv_events_endpoint", EVENTS),
+        ({"kv_events_encoding": "map"}, "kv_events_endpoint", EVENTS),
+        ({"kv_events_hwm": 5}, "kv_events_endpoint", EVENTS),
+        ({"kv_events_max_queue_size": 5}, "kv_events_endpoint", EVENTS),
+        ({"kv_events_replay_endpoint": "tcp://*:5558"}, "kv_events_endpoint", EVENTS),
+        ({"kv_events_buffer_steps": 5}, "kv_events_replay_endpoint", REPLAY),
+        ({"max_wait_s": 5.0}, "scheduling_policy", {"scheduling_policy": "priority"}),
+        ({"response_store_bytes": 5, "response_store_count": 0}, "response_store_count", None),
+        ({"response_store_ttl_s": 5.0, "response_store_count": 0}, "response_store_count", None),
+        ({"record_bytes": 5, "record_count": 0}, "record_count", None),
+        ({"record_bytes": 5, "ui": False}, "ui", {"ui": True}),
+        ({"record_count": 5, "ui": False}, "ui", {"record_count": 0}),
+        ({"stream_resume_bytes": 5000}, "stream_resume_s", {"stream_resume_s": 5.0}),
+        ({"hook_timeout_s": 5.0}, "hook", {"hook": ("moderation=words:words.txt",)}),
+        ({"usage_fsync_s": 5.0}, "usage_log", {"usage_log": "usage.jsonl"}),
+        ({"trace_ratio": 0.5}, "otlp_endpoint", {"otlp_endpoint": "http://localhost:4318"}),
+        ({"check_weights": True, "load_format": "dummy"}, "load_format", {"load_format": "auto"}),
+        ({"allow_pickle": True, "load_format": "dummy"}, "load_format", {"load_format": "auto"}),
+        ({"fake_step_ms": 5.0}, "backend", {"backend": "fake"}),
+        ({"fake_device": "h100-14b"}, "backend", {"backend": "fake"}),
+        ({"gpu_memory_utilization": 0.5, "kv_blocks": 9}, "kv_blocks", {"kv_blocks": 0}),
+        ({"gpu_memory_utilization": 0.5, "kv_memory": "1GiB"}, "kv_memory", {"kv_memory": ""}),
+        ({"max_num_batched_tokens": 99, "engine": "naive"}, "engine", {"engine": "headrace"}),
+    ],
+)
+def test_what_needs_another_setting_is_refused_alone(
+    alone: dict[str, Any], named: str, beside: dict[str, Any] | None
+) -> None:
+    key = next(iter(alone))
+    with pytest.raises(ConfigError, match=f"{key} = .* would change nothing: .*{named}") as caught:
+        load(alone, {})
+    assert caught.value.param == key
+    load({key: alone[key]} if beside is None else alone | beside, {})
+    load(alone | {key: getattr(Settings(), key)}, {})  # its default asks for nothing
+
+
+def test_what_the_caller_will_set_is_there() -> None:
+    settings, _ = load({"kv_events_topic": "kv"}, {}, supplied=EVENTS)
+    assert settings == Settings(kv_events_topic="kv"), "it is not set here"
 
 
 def test_what_would_be_ignored_is_refused() -> None:

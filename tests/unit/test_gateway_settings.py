@@ -33,9 +33,43 @@ def test_bad_settings_are_named(values: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("alone", "named", "beside"),
+    [
+        ({"affinity": 0.5, "policy": "random"}, "policy", {"policy": "session"}),
+        ({"block_index_bytes": 2**21, "kv_events": False}, "kv_events", {"kv_events": True}),
+        ({"tokenizer_threads": 2}, "tokenizer", {"tokenizer": ("m=fake",)}),
+        ({"tokenizer_cache_bytes": 2}, "tokenizer", {"tokenizer": ("m=fake",)}),
+        ({"starve_s": 2.0, "max_queue": 0}, "max_queue", {"max_queue": 1}),
+        ({"lint_excerpts": True, "lint": False}, "lint", {"lint": True}),
+        ({"lint_bytes": 2**21, "lint": False}, "lint", {"lint": True}),
+        ({"redis_timeout_s": 2.0}, "redis_url", {"redis_url": "redis://x:1"}),
+        ({"trace_ratio": 0.5}, "otlp_endpoint", {"otlp_endpoint": "http://x:4318"}),
+    ],
+)
+def test_what_needs_another_setting_is_refused_alone(
+    alone: dict[str, Any], named: str, beside: dict[str, Any]
+) -> None:
+    key = next(iter(alone))
+    with pytest.raises(ConfigError, match=f"{key} = .* would change nothing: .*{named}"):
+        merge(alone, {})
+    merge(alone | beside, {})
+
+
+@pytest.mark.parametrize(
     ("text", "named"),
     [
         ("workers = 3", "workers"),
+        ('[[workers]]\nurl = "http://x"\nca_file = "x.pem"', "ca_file needs https"),
+        ('[[workers]]\nurl = "http://x"\nkv_events_topic = "kv"', "needs kv_events_endpoint"),
+        (
+            '[[workers]]\nurl = "http://x"\nkv_events_replay_endpoint = "tcp://x:1"',
+            "needs kv_events_endpoint",
+        ),
+        (
+            '[[workers]]\nurl = "http://x"\n'
+            'start = {command = ["x"], warm = true, idle_stop_s = 5}',
+            "idle_stop_s",
+        ),
         ('[[workers]]\nurl = "ftp://x"', "ftp://x"),
         ('[[workers]]\nurl = "http://x:y"', "http://x:y"),
         ('[[workers]]\nurl = "http://x:0"', "port 0"),

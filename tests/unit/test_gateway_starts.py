@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.cli.options import read_settings
+from headrace.cli.up import SUPPLIED
 from headrace.config import Settings
 from headrace.errors import ConfigError
 from headrace.gateway.app import Gateway
@@ -274,6 +276,7 @@ def test_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert Shares(Settings(gpu_memory_utilization=0.5), "cuda", 3).gpus[2] == "GPU-a"
     with pytest.raises(ConfigError, match=r"on 2 GPUs.*at most 0.5"):
         Shares(Settings(), "cuda", 3)
+    assert len(Shares(Settings(kv_memory="1GiB"), "cuda", 3).gpus) == 3, "it sizes the cache alone"
 
 
 def test_replicas_get_the_flags_of_serve(tmp_path: Path) -> None:
@@ -328,6 +331,11 @@ def test_each_replica_has_its_own_place_for_events(tmp_path: Path) -> None:
     ]
     assert event_endpoints(Settings(prefix_caching=False), 2, tmp_path) == []
     assert event_endpoints(Settings(engine="naive"), 2, tmp_path) == []
+    with pytest.raises(ConfigError, match="without a prefix cache, headrace up cannot honour kv_e"):
+        event_endpoints(Settings(prefix_caching=False, kv_events_topic="kv"), 2, tmp_path)
+    given = {"kv_events_topic": "kv", "kv_events_buffer_steps": 9}
+    settings, _ = read_settings(None, given, SUPPLIED)
+    assert len(event_endpoints(settings, 2, tmp_path)) == 2, "who names none still has them"
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,8 @@ def test_a_handle_in_use_is_refused_and_its_first_request_goes_on(made: Any) -> 
         {"scheduling_policy": "static"},
         {"load_format": "dummy"},
         {"overlap": "on"},
+        {"cpu_kernels": "torch"},
+        {"cpu_precision": "exact"},
     ],
 )
 def test_settings_that_it_would_have_to_ignore(settings: dict[str, Any]) -> None:
