@@ -22,29 +22,35 @@ _FORGET = 0.97  # a step: of the longest launch, and of slack that was added
 class Pace:
     """Knows the step in flight from its launch and from the end of the one before it.
 
-    It takes as long as the last one, if both compute single tokens of as many rows; of others
-    nothing is known, and nobody waits. Each time that the device was found dry after a wait, the
-    slack doubles; it shrinks again step by step.
+    It takes as long as the last one, if both compute single tokens of the same sequences; of others
+    nothing is known, and nobody waits. A step may be long for once, because a driver or the process
+    was stopped; so it takes no longer than the one before that, whosever single tokens those were.
+    Each time that the device was found dry after a wait, the slack doubles; it shrinks again step
+    by step.
     """
 
     def __init__(self) -> None:
         self._slack_s = LEAST_SLACK_S
         # The longest of late, planning and launching: steps with prompts, steps of single tokens.
         self._launch_s = [0.0, 0.0]
-        self._rows = 0  # of the step launched last; 0: not of single tokens
+        self._rows = 0  # of the step launched last; 0: not of single tokens, or of others' too
         self._begins_s = 0.0  # the device began it about then
-        self._last = 0, 0.0  # rows and seconds of the step that ended last
+        self._last_rows = 0  # of the step that ended last; 0: not of single tokens
+        self._singles_s = 0.0, 0.0  # the last two steps of single tokens took; 0: there was none
         self._waited = False  # for arrivals, before the step launched last
 
     def launched(self, plan: StepPlan, begun_s: float, now_s: float) -> None:
         """`plan` is queued on the device; planning it began at `begun_s`."""
-        self._rows, self._begins_s = _single_rows(plan), begun_s
-        kind = self._rows > 0
+        rows = _single_rows(plan)
+        self._rows, self._begins_s = 0 if plan.joins else rows, begun_s
+        kind = rows > 0
         self._launch_s[kind] = max(now_s - begun_s, self._launch_s[kind] * _FORGET)
 
     def landed(self, plan: StepPlan, busy_s: float, waited_s: float, now_s: float) -> None:
         """The result of `plan` is known after a wait of `waited_s`: the device goes on."""
-        self._last = _single_rows(plan), busy_s
+        self._last_rows = _single_rows(plan)
+        if self._last_rows:
+            self._singles_s = self._singles_s[1], busy_s
         self._begins_s = max(self._begins_s, now_s)
         if self._waited and waited_s < LATE_S:
             self._slack_s = min(2 * self._slack_s, MOST_SLACK_S)
@@ -58,12 +64,11 @@ class Pace:
         waiting: requests that the next step may admit; `tokens`: of their prompts. Needs: the step
         launched last is in flight, and the one before it has landed.
         """
-        rows, busy_s = self._last
-        if self._rows == 0 or rows != self._rows:
+        if self._rows == 0 or self._last_rows != self._rows:
             return 0.0
         launch_s = self._launch_s[not waiting] + self._slack_s
         launch_s += waiting * REQUEST_S + tokens * TOKEN_S
-        spare_s = self._begins_s + busy_s - launch_s - now_s
+        spare_s = self._begins_s + min(self._singles_s) - launch_s - now_s
         if spare_s < LEAST_WAIT_S:
             return 0.0
         self._waited = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 
+import msgspec
 import pytest
 
 from headrace.backends.fake import FakeRunner
@@ -50,6 +52,20 @@ def test_nothing_is_known_of_another_step() -> None:
         assert pace.spare_s(0.1) == 0.0, (before, after)
 
 
+def test_a_step_that_was_long_for_once_is_not_expected_again() -> None:
+    pace = Pace()
+    steady(pace, 0.010, 0.005, 3)
+    pace.launched(plan_of(5, [1, 1]), 0.030, 0.030)
+    pace.landed(plan_of(4, [1, 1]), 60.0, 60.0, 60.030)
+    assert pace.spare_s(60.030) == pytest.approx(0.010 - LEAST_SLACK_S)
+
+
+def test_nothing_is_known_of_the_first_steps() -> None:
+    assert steady(Pace(), 0.010, 0.005, 1) == 0.0
+    assert steady(Pace(), 0.010, 0.005, 2) > 0.0
+    assert steady(Pace(), 0.0, 0.0, 3) == 0.0, "nor where nobody measures"
+
+
 def test_who_waits_already_must_be_planned_too() -> None:
     pace = Pace()
     steady(pace, 0.010, 0.005, 3)
@@ -62,7 +78,7 @@ def test_who_waits_already_must_be_planned_too() -> None:
 def test_a_long_launch_is_remembered_for_a_while() -> None:
     pace = Pace()
     pace.launched(plan_of(1, [1, 1]), -0.004, 0.0)
-    assert steady(pace, 0.020, 0.005, 1) < 0.020 - 0.0038 - LEAST_SLACK_S
+    assert steady(pace, 0.020, 0.005, 2) < 0.020 - 0.0037 - LEAST_SLACK_S
     assert steady(pace, 0.020, 0.005, 100) > 0.020 - 0.001 - LEAST_SLACK_S
 
 
@@ -83,17 +99,29 @@ def test_a_device_found_dry_gets_its_steps_earlier() -> None:
     assert abs(steady(pace, 0.020, 0.005, 200) - before_s) < 1e-9
 
 
+class Halting(FakeRunner):
+    """A device that stands still for a while in one step."""
+
+    halts_s: Mapping[int, float] = {}  # step -> how long
+
+    def _modelled_s(self, plan: StepPlan) -> float:
+        return super()._modelled_s(plan) + self.halts_s.get(plan.step, 0.0)
+
+
 class Served:
     """An overlapped engine as `engine.server` drives it, on modelled time."""
 
-    def __init__(self, *, waits: bool) -> None:
+    def __init__(
+        self, *, waits: bool, cost: StepCost = COST, halts_s: Mapping[int, float] = {}
+    ) -> None:
         self.now_s, self.waits = 0.0, waits
         self.busy_s = 0.0
-        runner = FakeRunner(
-            400, 16, 8, 4000, cost=COST, eos_ids=(), clock=self.clock, sleep=self.sleep
+        runner = Halting(
+            400, 16, 8, 6000, cost=cost, eos_ids=(), clock=self.clock, sleep=self.sleep
         )
-        settings = Settings(max_num_seqs=8, max_num_batched_tokens=512, prefix_caching=False)
-        cache = KVCache(400, 16, False)
+        runner.halts_s = halts_s
+        settings = Settings(max_num_seqs=8, max_num_batched_tokens=512)
+        cache = KVCache(400, 16, True)
         self.engine = Engine(settings, cache, runner, overlap=True, clock=self.clock)
         self.engine.watch(lambda times: self.add(times.busy_s))
 
@@ -105,6 +133,13 @@ class Served:
 
     def add(self, busy_s: float) -> None:
         self.busy_s += busy_s
+
+    def turn(self) -> set[int]:
+        """When no more time is to spare; who was told of a token."""
+        while self.waits and (spare_s := self.engine.spare_s()) > 0:
+            self.now_s += spare_s
+        out = self.engine.turn().get(0)
+        return set() if out is None else set(out.handles)
 
     def first_token_s(self, handle: int, after_s: float) -> float:
         """From its arrival, `after_s` after a turn ended."""
@@ -140,3 +175,29 @@ def test_who_arrives_while_a_step_runs_is_in_the_next_one() -> None:
     step_s = COST.floor_s
     assert first_s[False] > 2 * step_s
     assert first_s[True] < first_s[False] - 0.9 * step_s
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_halt_of_the_device_is_one_gap_between_tokens(*, waits: bool) -> None:
+    served, gaps_s = Served(waits=waits, halts_s={15: 2.0}), []
+    served.engine.submit(0, Submit(1, [1] * 16, 40, GREEDY))
+    while served.engine.has_work:
+        before_s = served.now_s
+        served.turn()
+        gaps_s.append(served.now_s - before_s)
+    assert sum(gap_s > 1.5 * COST.floor_s for gap_s in gaps_s) == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_cached_prompt_is_not_taken_for_the_long_one_before_it(*, waits: bool) -> None:
+    """Both are steps of one token, and its result is there much sooner."""
+    served = Served(waits=waits, cost=msgspec.structs.replace(COST, read_s=2e-5))
+    for handle, prompt in ((1, [1] * 32), (2, [2] * 5000)):
+        served.engine.submit(0, Submit(handle, prompt, 5, GREEDY))
+        while served.engine.has_work:
+            served.turn()
+    arrived_s = served.now_s
+    served.engine.submit(0, Submit(3, [1] * 32, 5, GREEDY))
+    while 3 not in served.turn():
+        pass
+    assert served.now_s - arrived_s < 1.1 * COST.floor_s
