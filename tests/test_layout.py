@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant": BASE,
     "text": BASE | {"sources", "observe", "children", "native", "foreign_json"},
     "engine": BASE | {"kv", "observe"},
-    "kernels": {"errors", "messages", "config"},
+    "kernels": {"errors", "messages", "config", "children"},
     "native": {"errors", "sources"},
     "grammar": BASE | {"children", "draws"},
     "models": BASE | {"extras", "sources", "quant"},
