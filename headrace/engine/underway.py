@@ -66,17 +66,21 @@ class Underway:
         if end > len(tokens) // kv.block_size:
             return False
         # Who computes the block at the end has those before it, or computes them too; the first is
-        # looked up for prompts that begin otherwise: of these no more is hashed.
-        return all(
-            self._is_ahead(kv.digests(sequence.table, tokens, at, at + 1)[0], sequence)
-            for at in (begun, end - 1)
-        )
+        # looked up for prompts that begin otherwise: of these no more is hashed. Of others most
+        # has been, for the one ahead.
+        ahead = self._ahead(sequence, begun)
+        if ahead is None:
+            return False
+        kv.borrow(sequence.table, tokens, ahead.table, ahead.tokens)
+        return self._ahead(sequence, end - 1) is not None
 
-    def _is_ahead(self, digest: bytes, sequence: Sequence) -> bool:
+    def _ahead(self, sequence: Sequence, block: int) -> Sequence | None:
+        """Who is ahead of it and computes that block of its prompt."""
+        digest = self._kv.digests(sequence.table, sequence.tokens, block, block + 1)[0]
         for step in self._steps:
             if step.chunks:
                 step.file(self._kv)
             owner = step.owners.get(digest)
             if owner is not None and owner.row != NO_ROW and owner.key < sequence.key:
-                return True
-        return False
+                return owner
+        return None

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import islice, repeat
 
 from headrace.kv.events import EventLog, KVEvent, Scope
 from headrace.kv.pool import BlockPool
-from headrace.kv.prefix import PrefixIndex, block_digest, root_digest
+from headrace.kv.prefix import PrefixIndex, block_digest, chain, root_digest
 from headrace.kv.room import longest, tokens_kept
 
 _STATES = bytes.maketrans(b"\1\2", b"\2\3")  # references, at most 2 -> see `KVCache.states`
 _NO_SCOPE = Scope()
+_COMPARED = 16  # blocks at once
 
 
 class Table:
@@ -222,9 +223,30 @@ class KVCache:
     def digests(self, table: Table, tokens: Sequence[int], first: int, end: int) -> list[bytes]:
         """Of blocks [first, end) of the sequence, all of them full: what the prefix index knows
         them by once they are computed."""
-        for i in range(len(table.digests), end):
-            self._digest(table, tokens, i)
-        return table.digests[first:end]
+        known, size = table.digests, self.block_size
+        if len(known) < end:
+            parent = known[-1] if known else table.root
+            known += chain(parent, tokens[len(known) * size : end * size], size)
+        return known[first:end]
+
+    def borrow(
+        self, table: Table, tokens: Sequence[int], lender: Table, lent: Sequence[int]
+    ) -> None:
+        """Take over the digests that another sequence has of blocks with which both begin: tokens
+        are compared in a fifth of the time that their digests take."""
+        size, at = self.block_size, len(table.digests)
+        most = min(len(tokens) // size, len(lender.digests))
+        if at >= most or table.root != lender.root:
+            return
+        if at and table.digests[at - 1] != lender.digests[at - 1]:
+            return  # they have parted before
+        for stride in (_COMPARED, 1):
+            while at < most:
+                end = min(at + stride, most)
+                if tokens[at * size : end * size] != lent[at * size : end * size]:
+                    break
+                at = end
+        table.digests += lender.digests[len(table.digests) : at]
 
     def match(self, table: Table, tokens: Sequence[int]) -> int:
         """Take references on the longest cached prefix of `tokens`; returns its tokens.
@@ -243,9 +265,12 @@ class KVCache:
 
     def _hits(self, table: Table, tokens: Sequence[int]) -> list[int]:
         """Blocks of the longest cached prefix."""
-        hits: list[int] = []
-        if self.prefix_caching:
-            for i in range(len(tokens) // self.block_size):
+        if not self.prefix_caching:
+            return []
+        full, known = len(tokens) // self.block_size, len(table.digests)
+        hits = self._index.leading(islice(table.digests, full))
+        if len(hits) == known:  # what was digested is there; no more is than tells the first miss
+            for i in range(known, full):
                 block = self._index.get(self._digest(table, tokens, i))
                 if block is None:
                     break

@@ -15,7 +15,7 @@ in the life of any server.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -31,6 +31,17 @@ def root_digest(adapter: str, salt: str, variant: str = "") -> bytes:
 def block_digest(parent: bytes, ids: Sequence[int]) -> bytes:
     """The digest of the block with token `ids` that follows the block with digest `parent`."""
     return blake2b(parent + struct.pack(f"<{len(ids)}I", *ids), digest_size=DIGEST_BYTES).digest()
+
+
+def chain(parent: bytes, ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The digests of the blocks with token `ids`, all of them full, that follow the block with
+    digest `parent`: in half the time that `block_digest` takes for each."""
+    raw = struct.pack(f"<{len(ids)}I", *ids)
+    width, digests = 4 * block_size, list[bytes]()
+    for at in range(0, len(raw), width):
+        parent = blake2b(parent + raw[at : at + width], digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+    return digests
 
 
 class PrefixIndex:
@@ -51,6 +62,15 @@ class PrefixIndex:
     def get(self, digest: bytes) -> int | None:
         """The block with this digest."""
         return self._blocks.get(digest)
+
+    def leading(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks with these digests, up to the first that has none."""
+        blocks: list[int] = []
+        for block in map(self._blocks.get, digests):
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def put(self, digest: bytes, block: int) -> bool:
         """Publish a block. The first writer keeps the entry: a duplicate block stays private.

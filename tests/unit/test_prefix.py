@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from headrace.kv.prefix import PrefixIndex, block_digest, root_digest
+from headrace.kv.prefix import PrefixIndex, block_digest, chain, root_digest
 
 
 def test_the_hash_is_the_documented_one() -> None:
@@ -48,3 +50,13 @@ def test_one_block_has_one_digest() -> None:
     index.put(b"d", 1)
     with pytest.raises(AssertionError, match="block 1 is published under two digests"):
         index.put(b"e", 1)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9))
+def test_a_chain_is_its_blocks_one_by_one(ids: list[int], size: int) -> None:
+    ids = ids[: len(ids) // size * size]
+    at, want = root_digest("a", "s"), []
+    for start in range(0, len(ids), size):
+        at = block_digest(at, ids[start : start + size])
+        want.append(at)
+    assert chain(root_digest("a", "s"), ids, size) == want
