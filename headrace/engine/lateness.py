@@ -5,7 +5,8 @@ prompts the same card reaches its power limit within some hundred milliseconds a
 by a tenth or two; while sequences only decode it comes back. So there is a factor for each length
 of load behind a step: the first steps of a prompt are fast, and the last ones are not taken for as
 fast. What was late counts at once, for longer loads too, and what was early little by little: each
-factor stays near the slowest of the last steps of its place.
+factor stays near the slowest of the last steps of its place. A step that is far late alone does not
+count, something else held it up; where all of them are, whatever the cause, the target wants it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 _PLACE_S, _PLACES = 0.04, 16  # seconds of load that share a factor; the last goes on for ever
 _LATE, _EARLY = 0.5, 0.2  # of the way to a step's own factor, by which side it lies on
 _LEAST, _MOST = 0.85, 1.35  # what a clock can explain
-_FAR = 0.4  # a step this much off shows something else: a graph was captured, a driver slept
+_FAR = 0.4  # a step this much off, alone, shows something else: a driver slept, nobody measured
 
 
 class Lateness:
@@ -25,6 +26,7 @@ class Lateness:
 
     def __init__(self) -> None:
         self._factors = [1.0] * _PLACES
+        self._was_far = False  # the step learned last was far late
 
     @staticmethod
     def loaded(load_s: float, step_s: float, *, prompts: bool) -> float:
@@ -39,7 +41,9 @@ class Lateness:
     def learn(self, load_s: float, predicted_s: float, busy_s: float) -> None:
         """A step of which `predicted_s` > 0 was expected kept the device busy for `busy_s`."""
         seen = busy_s / predicted_s
-        if abs(seen - 1.0) > _FAR:
+        far, alone = abs(seen - 1.0) > _FAR, not self._was_far
+        self._was_far = far and seen > 1.0
+        if far and (alone or seen < 1.0):
             return
         place = _place(load_s)
         old = self._factors[place]

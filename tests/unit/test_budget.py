@@ -400,6 +400,9 @@ def test_a_card_that_is_slower_than_it_was_at_the_start_keeps_the_target_too() -
     assert right.engine.stats().step_factor == pytest.approx(1.0)
     assert max(late.gaps_s) <= TARGET_S * (1 + 1e-9)
     assert max(late.ttft_s.values()) < 1.35 * max(right.ttft_s.values())
+    halved = Storm(TARGET_S, slower=2.0)
+    halved.run()
+    assert halved.engine.stats().step_factor == 1.35, "as far as it goes"
     fast = Storm(TARGET_S, slower=0.92)
     fast.run()
     assert max(fast.gaps_s) <= TARGET_S

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from headrace.engine.budget import CostBudget, Prediction, StaticBudget
 from headrace.engine.lateness import Lateness
@@ -56,6 +58,46 @@ def test_what_no_clock_explains_is_not_learned() -> None:
     for _ in range(200):
         lateness.learn(0.0, 0.04, 0.026)
     assert lateness.factor(0.0) == 0.85, "on both sides"
+
+
+def test_what_every_step_shows_counts_whatever_its_cause() -> None:
+    """A card whose clock was halved, or that is shared."""
+    lateness = Lateness()
+    for _ in range(2):
+        lateness.learn(0.0, 0.04, 0.080)
+        lateness.learn(0.0, 0.04, 0.040)
+    assert lateness.factor(0.0) == 1.0, "two that were alone"
+    for _ in range(2):
+        lateness.learn(0.0, 0.04, 0.080)
+    assert lateness.factor(0.0) == 1.35
+    for _ in range(9):
+        lateness.learn(0.0, 0.04, 0.0)
+    assert lateness.factor(0.0) == 1.35, "no step is that early"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.0, 1.0) | st.just(100.0),
+            st.floats(1e-6, 1.0),
+            st.floats(0.0, 3.0) | st.just(1000.0),
+        )
+    )
+)
+def test_whatever_is_seen_factors_are_bounded_and_no_load_is_passed_over(
+    steps: list[tuple[float, float, float]],
+) -> None:
+    """Shorter loads keep theirs; what is late under a load is so under longer ones."""
+    lateness, loads_s = Lateness(), [0.02 + 0.04 * place for place in range(16)]
+    before = [1.0] * 16
+    for load_s, predicted_s, late in steps:
+        lateness.learn(load_s, predicted_s, predicted_s * late)
+        place, factors = min(15, int(load_s / 0.04)), [lateness.factor(s) for s in loads_s]
+        assert all(0.85 <= factor <= 1.35 for factor in factors)
+        assert factors[:place] == before[:place]
+        if factors[place] > before[place]:
+            assert min(factors[place:]) == factors[place]
+        before = factors
 
 
 def predicted(budget: CostBudget) -> Prediction:
