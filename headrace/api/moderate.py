@@ -15,6 +15,7 @@ from headrace.hooks.contract import Action
 
 HEADER = "x-headrace-moderation"
 MAX_LABELS, MAX_LABEL_CHARS = 16, 64
+SAID = ("text", "refusal")  # of a part of a message's content
 
 
 async def moderated(service: Service, texts: Sequence[str]) -> dict[str, float]:
@@ -34,31 +35,30 @@ async def moderated(service: Service, texts: Sequence[str]) -> dict[str, float]:
 
 
 def texts_of(request: Chat | Tokenize) -> list[str]:
-    """All that a client may bring into the prompt of a chat."""
+    """All that a client may bring into the prompt of a chat, each text once. Names of members are
+    texts too: a model reads those of tools and documents."""
     texts: list[str] = []
     for message in request.messages or []:
-        if isinstance(message.content, str):
-            texts.append(message.content)
+        if isinstance(message.content, list):
+            texts += _strings([part.get(key) for part in message.content for key in SAID])
         else:
-            texts += _strings(message.content, skip="type")
-        texts += _strings([message.name, message.reasoning_content])
-        for call in message.tool_calls or ():
-            texts += _strings(call.get("function"))
-    for name in ("tools", "documents", "chat_template_kwargs"):
+            texts += _strings(message.content)
+        texts += _strings([message.name, message.reasoning, message.reasoning_content])
+        texts += _strings([message.tool_call_id, message.tool_calls])
+    for name in ("tools", "documents", "chat_template_kwargs", "chat_template"):
         texts += _strings(msgspec.to_builtins(getattr(request, name, None)))
-    return texts
+    return list(dict.fromkeys(texts))
 
 
-def _strings(value: Any, skip: str = "") -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, member in value.items():
-            if name != skip:
-                yield from _strings(member, skip)
+        yield from value
+        yield from _strings(list(value.values()))
     elif isinstance(value, list):
         for member in value:
-            yield from _strings(member, skip)
+            yield from _strings(member)
 
 
 def labelled(labels: Mapping[str, float]) -> dict[str, str]:

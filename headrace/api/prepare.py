@@ -35,6 +35,7 @@ from headrace.messages import EngineInfo, Grammar, Sampling
 from headrace.text.parts import Parser
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.trace import Span, prompt_spans
+from headrace.text.turns import written_on
 
 COMPLETION_TOKENS = 16  # OpenAI's default max_tokens of /v1/completions
 INLINE_S = 0.02  # a template that took longer is rendered in a thread
@@ -135,8 +136,7 @@ async def prepare_chat(
     text, ids = await timed(service, body_bytes if quick else INLINE_BYTES + 1, render, rendered_s)
     if not ids:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
-    last = request.messages[-1].content if request.continue_final_message else ""
-    inside = service.dialect.begun(text, last if isinstance(last, str) else "")
+    inside = service.dialect.begun(text, written_on(request))
     grammar = await checked_chat_grammar(service, request, tools, inside)
     parser = service.dialect.parser(tools, inside)
     prepared = _prepared(service, request, info, [ids], limit, "messages", grammar)

@@ -79,6 +79,14 @@ def asked_by(said: Conversation, tools: Sequence[dict[str, Any]], names: frozens
     )
 
 
+def written_on(said: Conversation) -> str:
+    """The text of the last message, if the model is to write on in it. Raises InvalidRequest."""
+    if not said.continue_final_message or not said.messages:
+        return ""
+    last, at = said.messages[-1], len(said.messages) - 1
+    return _text(last.content, f"messages[{at}].content", last.role) or ""
+
+
 def effort_variables(effort: str, names: frozenset[str]) -> dict[str, Any]:
     """The variables by which a template that reads `names` thinks more, less or not at all."""
     if "reasoning_effort" in names:

@@ -100,8 +100,24 @@ def prompts(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield CHAT, {"messages": [said, {"role": "assistant", "content": text}, said], "stream": True}
     turns = [said, {"role": "assistant", "tool_calls": [call]}]
     yield CHAT, {"messages": [*turns, {"role": "tool", "content": "x", "tool_call_id": "1"}]}
+    for thought in ("reasoning", "reasoning_content"):
+        yield CHAT, {"messages": [said, {"role": "assistant", "content": "x", thought: text}, said]}
+    plain = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    named = [said, {"role": "assistant", "tool_calls": [{**plain, "id": text}]}]
+    yield CHAT, {"messages": named}
+    turns = [said, {"role": "assistant", "tool_calls": [plain]}]
+    yield CHAT, {"messages": [*turns, {"role": "tool", "content": "x", "tool_call_id": text}]}
+    schema = {"type": "object", "properties": {text: {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    yield CHAT, {"messages": [said], "tools": [tool]}
     yield CHAT, {"messages": [said], "chat_template_kwargs": {"note": text}}
     yield CHAT, {"messages": [said], "documents": [{"text": text}]}
+    yield CHAT, {"messages": [said], "documents": [{text: "x"}]}
+    thinking = [
+        {"type": "thinking", "thinking": text, "signature": ""},
+        {"type": "text", "text": "x"},
+    ]
+    yield "/v1/messages", {"messages": [said, {"role": "assistant", "content": thinking}, said]}
     yield "/v1/messages", {"messages": [said], "system": text}
     yield "/v1/responses", {"input": "hello", "instructions": text}
     yield "/v1/embeddings", {"input": ["hello", text]}

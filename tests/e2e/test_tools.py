@@ -272,10 +272,15 @@ def test_a_template_of_the_request(server: Server) -> None:
     inside = body("hm</think>So.", chat_template="<think>\n")
     message = both(server, inside)["message"]
     assert (message["reasoning"], message["content"]) == ("hm", "So.")
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>Hm, "}]
-    message = both(server, {**inside, "messages": turns, "continue_final_message": True,
-                            "chat_template": "{{ messages[1].content }}"})["message"]  # fmt: skip
-    assert (message["reasoning"], message["content"]) == ("hm", "So.")
+    # So does one that the client has begun, in a text or in parts.
+    for begun in (
+        "<think>Hm, ",
+        [{"type": "text", "text": "<think>"}, {"type": "text", "text": "Hm"}],
+    ):
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": begun}]
+        shown = {"messages": turns, "chat_template": "{{ messages[1].content }}"}
+        message = both(server, {**inside, **shown, "continue_final_message": True})["message"]
+        assert (message["reasoning"], message["content"]) == ("hm", "So.")
     status, answer = server.post(CHAT, {**asked, "chat_template": "{% for %}"})
     assert (status, answer["error"]["param"]) == (400, "chat_template")
 
