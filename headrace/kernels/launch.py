@@ -112,9 +112,14 @@ class _Collected(Executor):
             _counts.made_elsewhere(run_forked(jobs, workers))
             missing = self._missing()
         # To read them is Python's work: threads would only take turns.
-        with ThreadPoolExecutor(max(1, min(workers, len(missing))), "compile") as pool:
+        pool = ThreadPoolExecutor(max(1, min(workers, len(missing))), "compile")
+        try:
             for fn, future in self._asked:
                 pool.submit(self._settle, fn, future)
+            pool.shutdown()
+        except BaseException:  # a stop: what is not begun never is
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
     def _missing(self) -> list[Callable[[], Any]]:
         """Those that the cache lacks. Triton writes its key on each future."""
@@ -152,13 +157,23 @@ class _Mode(triton.AsyncCompileMode):  # type: ignore[misc]
         finalize_fn(kernel)
         return kernel
 
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """What was not compiled because something failed, or was to stop, is forgotten: nobody
+        waits for it, and whoever launches it later compiles it."""
+        if kind is None:
+            super().__exit__(kind, error, trace)
+            return
+        for kernel in self.future_kernels.values():
+            if kernel.future.cancel():
+                kernel.finalize_compile(None)
+
 
 @contextlib.contextmanager
 def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
     """Inside, launches compile and do not run; at the end all compilations are done.
 
     Not for two threads at once. Raises what a compilation raised; `trying`: whoever launches such a
-    kernel hears of it, nobody else.
+    kernel hears of it, nobody else. Where what is inside raises, or a stop does, it ends at once.
     """
     global _compiling
     key.wait()
@@ -166,10 +181,8 @@ def compiling(workers: int, *, trying: bool = False) -> Iterator[None]:
         collected = _Collected()
         with _Mode(collected, ignore_errors=trying):
             _compiling = True
-            try:
-                yield
-            finally:
-                collected.run(workers)
+            yield
+            collected.run(workers)
     finally:
         _compiling = False
         active_mode.set(None)  # where a compilation failed, Triton leaves its own

@@ -17,7 +17,7 @@ import pytest
 
 from headrace.kernels import launch
 
-SCRIPT = """
+PRELUDE = """
 import json, sys
 import torch
 from triton.backends.compiler import GPUTarget
@@ -43,6 +43,10 @@ scratch = Scratch.allocate(4, 1000, torch.device("cpu"))
 args = (torch.zeros(2, 1000), i(2), i(3, 8), i(2), i(2), i(2), i(3), i(2))
 poked = i(9)
 
+"""
+SCRIPT = (
+    PRELUDE
+    + """
 forked, run_forked = [], own.run_forked
 
 def counted(jobs, workers):
@@ -85,14 +89,41 @@ except Exception:
 counts.append([compiled(), fetched()])
 print(json.dumps([counts, failed, launched, poked.tolist(), built, anew, children]))
 """
+)
 
 
-def run(cache: Path) -> Any:
+STOPPED = (
+    PRELUDE
+    + """
+def stop(*_):
+    raise SystemExit(0)
+
+run_forked, own.run_forked = own.run_forked, stop
+told = []
+for fails in (True, False):  # by what is inside; by a stop while children compile
+    try:
+        with compiling(2):
+            sample(*args, kind="greedy", scratch=scratch)
+            if fails:
+                raise OSError("no such file")
+    except BaseException as error:
+        told.append(type(error).__name__)
+counts = [compiled()]
+own.run_forked = run_forked
+with compiling(2):
+    sample(*args, kind="greedy", scratch=scratch)
+counts.append(compiled())
+print(json.dumps([told, counts]))
+"""
+)
+
+
+def run(cache: Path, script: str = SCRIPT) -> Any:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     path = os.pathsep.join([os.getcwd(), *sys.path])
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env=environment,
         capture_output=True,
         text=True,
@@ -115,6 +146,12 @@ def test_compiled_side_by_side_and_found_again_on_disk(tmp_path: Path) -> None:
     counts, *_, children = run(tmp_path)
     assert counts == [[0, 3], [0, 3], [0, 5], [0, 5]]
     assert children == [], "what is on disk is read here"
+
+
+def test_what_fails_or_is_stopped_compiles_nothing_and_holds_nobody_up(tmp_path: Path) -> None:
+    told, counts = run(tmp_path, STOPPED)
+    assert told == ["OSError", "SystemExit"]
+    assert counts == [0, 2], "the next one compiles what was left"
 
 
 def test_children_compile_only_what_the_cache_lacks(tmp_path: Path) -> None:
