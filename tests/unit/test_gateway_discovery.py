@@ -346,7 +346,8 @@ def test_what_is_trusted_is_a_file() -> None:
     for file in ("/no/such", __file__):
         with pytest.raises(ConfigError, match="ca_file"):
             check_workers((WorkerSpec(url="https://x", ca_file=file),))
-    check_workers((WorkerSpec(url="http://x", ca_file="/not/needed"),))
+    with pytest.raises(ConfigError, match="ca_file needs https"):
+        check_workers((WorkerSpec(url="http://x", ca_file=__file__),))
     assert WorkerSpec(url="https://x").address == ("x", 443)
 
 
