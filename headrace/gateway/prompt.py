@@ -24,10 +24,13 @@ from headrace.gateway.prefix_index import (
 from headrace.gateway.sse import MOST_TOKENS
 
 GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-STREAM_OPTIONS = frozenset({"/v1/chat/completions", "/v1/completions"})  # have include_usage
+COMPLETIONS = "/v1/completions"
+STREAM_OPTIONS = frozenset({"/v1/chat/completions", COMPLETIONS})  # have include_usage
 MAX_CHAIN_BYTES = 2**20  # of a prompt's text; what lies behind counts as not held
 BLOCK_TOKENS = 64  # of prompts that are token ids
 DEFAULT_OUTPUT_TOKENS = 256  # of a request that names no limit
+DEFAULT_COMPLETION_TOKENS = 16  # of one to COMPLETIONS, which OpenAI and all engines cut there
+MOST_CHOICES = 1024  # of a prompt, and prompts of a request; more are refused by any worker
 BYTES_PER_TOKEN = 4.0  # until a worker has said how long its prompts were
 RATIO_SHARE = 0.05  # of a new measurement
 
@@ -52,6 +55,7 @@ class _Body(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     n: Any = None
+    best_of: Any = None
     cache_salt: Any = None
     session_id: Any = None
     user: Any = None
@@ -155,7 +159,7 @@ class PromptReader:
             strip_usage=strip,
             text_bytes=len(text) if ids is None else 0,
             prompt_tokens=max(1, tokens),
-            output_tokens=_output_tokens(path, said),
+            output_tokens=_output_tokens(path, said, 1 if ids else _prompts(bytes(said.prompt))),
             chain=chain,
             chunk_tokens=chunk_tokens,
             fine_chunks=FINE_CHUNKS if ids is None else ALL_FINE,
@@ -219,16 +223,33 @@ def _ids(prompt: bytes) -> array[int] | None:
         return None
 
 
-def _output_tokens(path: str, said: _Body) -> int:
-    """The most that it may generate, as it says."""
+def _prompts(prompt: bytes) -> int:
+    """How many `prompt` holds, if it is no list of ids."""
+    if not prompt.startswith(b"["):
+        return 1
+    try:
+        items = read_json(prompt, list[msgspec.Raw])
+    except Malformed:
+        return 1
+    many = bool(items) and bytes(items[0]).startswith((b'"', b"["))
+    return min(len(items), MOST_CHOICES) if many else 1
+
+
+def _output_tokens(path: str, said: _Body, prompts: int) -> int:
+    """The most that it may generate, as it says: all choices that are drawn, of all prompts."""
     if path not in GENERATES:
         return 0
     most = -1
+    default = DEFAULT_COMPLETION_TOKENS if path == COMPLETIONS else DEFAULT_OUTPUT_TOKENS
     for limit in (said.max_tokens, said.max_completion_tokens, said.max_output_tokens):
         if limit is not None and type(limit) is int and limit > most:
             most = limit
-    n = said.n if isinstance(said.n, int) and 1 <= said.n <= 1024 else 1
-    return n * (min(most, MOST_TOKENS) if most >= 0 else DEFAULT_OUTPUT_TOKENS)
+    drawn = max(_choices(said.n), _choices(said.best_of)) * prompts
+    return drawn * (min(most, MOST_TOKENS) if most >= 0 else default)
+
+
+def _choices(given: Any) -> int:
+    return given if isinstance(given, int) and 1 <= given <= MOST_CHOICES else 1
 
 
 def _target_s(text: bytes) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,30 @@ async def test_a_limit_that_cannot_be_is_the_most_there_is() -> None:
         assert 0 < tenant["served_tokens"] <= 1e12
     body = json.dumps(chat(max_completion_tokens=HUGE)).encode()
     assert PromptReader(True).read("/v1/chat/completions", body, {}).output_tokens == MOST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({"prompt": "a"}, 1),
+        ({"prompt": "a", "n": 3, "best_of": 100}, 100),
+        ({"prompt": "a", "n": 3, "best_of": 1}, 3),
+        ({"prompt": ["a", "b", "c"], "n": 2}, 6),
+        ({"prompt": ["a"] * 1024, "best_of": 4}, 4096),
+        ({"prompt": [[1, 2], [3]], "n": 2}, 4),
+        ({"prompt": [1, 2, 3], "n": 2}, 2),
+        ({"prompt": [], "n": True, "best_of": HUGE}, 1),
+        ({"prompt": ["a"] * 5000, "best_of": "4"}, 1024),
+    ],
+)
+def test_all_choices_that_are_drawn_are_reserved(fields: dict[str, Any], choices: int) -> None:
+    """A small body may ask for much: what a limit lets through is what it may use."""
+    for separators in ((",", ":"), (", ", ": ")):
+        body = json.dumps({"model": "m", "max_tokens": 10, **fields}, separators=separators)
+        read = PromptReader(True).read("/v1/completions", body.encode(), {})
+        assert read.output_tokens == 10 * choices
+        plain = body.replace("max_tokens", "most").encode()  # OpenAI's default is 16
+        assert PromptReader(True).read("/v1/completions", plain, {}).output_tokens == 16 * choices
 
 
 async def test_trailers_are_bounded_and_go_nowhere() -> None:
