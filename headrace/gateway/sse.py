@@ -42,11 +42,19 @@ class Usage(msgspec.Struct):
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
         if cached is None:
             cached = said.get("cache_read_input_tokens")
-        prompt = said.get("prompt_tokens", said.get("input_tokens"))
+        prompt = said.get("prompt_tokens", _input_tokens(said))
         output = said.get("completion_tokens", said.get("output_tokens"))
         self.prompt_tokens = _count(prompt, self.prompt_tokens)
         self.output_tokens = _count(output, self.output_tokens)
         self.cached_tokens = _count(cached, self.cached_tokens)
+
+
+def _input_tokens(said: dict[str, Any]) -> int:
+    """All tokens of a prompt, where they are called so; -1 = it is not said. Anthropic counts those
+    that its cache had, or got, apart from the others."""
+    beside = ("cache_read_input_tokens", "cache_creation_input_tokens")
+    plain = _count(said.get("input_tokens"), -1)
+    return plain if plain < 0 else plain + sum(_count(said.get(name), 0) for name in beside)
 
 
 def _count(said: Any, before: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.sse import MAX_EVENT_BYTES, EventStream
+from headrace.gateway.sse import MAX_EVENT_BYTES, EventStream, Usage
 
 USAGE = {
     "prompt_tokens": 7,
@@ -119,3 +120,25 @@ def test_usage_and_ends_of_other_protocols() -> None:
     }
     other.feed(b"event: response.completed\ndata: " + json.dumps(done).encode() + b"\n\n")
     assert (other.usage.prompt_tokens, other.usage.cached_tokens, other.ended) == (2, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "prompt", "cached"),
+    [
+        ({"prompt_tokens": 9, "cache_read_input_tokens": 4}, 9, 4),
+        ({"input_tokens": 9}, 9, -1),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}, 9, 4),
+        ({"input_tokens": 5, "cache_read_input_tokens": 4}, 9, 4),
+        ({"input_tokens": 2, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 3}, 9, 4),
+        ({"input_tokens": 9, "cache_read_input_tokens": None}, 9, -1),
+        ({"cache_read_input_tokens": 4}, -1, 4),
+        ({"input_tokens": "9", "cache_read_input_tokens": 4}, -1, 4),
+    ],
+)
+def test_what_a_cache_had_is_part_of_the_prompt(
+    said: dict[str, Any], prompt: int, cached: int
+) -> None:
+    """Anthropic counts it apart, everybody else within."""
+    usage = Usage()
+    usage.read(said)
+    assert (usage.prompt_tokens, usage.cached_tokens) == (prompt, cached)
