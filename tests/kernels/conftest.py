@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
 
-CUDA = torch.cuda.is_available()
+from tests.devices import WITHOUT_CUDA
+
+CUDA = not WITHOUT_CUDA  # one answer for all tests: tests/conftest.py sets triton's variable by it
 TRITON = importlib.util.find_spec("triton") is not None
 if not TRITON:
     collect_ignore_glob = ["test_*.py"]
 elif not CUDA:
     from tests.kernels import interpreter
 
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    interpreter.check()
     interpreter.repair()
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -25,6 +26,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not TRITON:
         why = "triton is not installed (it is for Linux: pip install triton)"
         terminalreporter.write_line(f"NOT RUN: tests/kernels: {why}")
+
+
+@pytest.fixture(autouse=True)
+def still_interpreted() -> None:
+    """Kernels that a test imports are interpreted too, whatever ran before it."""
+    if TRITON and not CUDA:
+        interpreter.check()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,22 @@
-"""Two repairs of Triton 3.6's interpreter, without which half of a kernel cannot run in it."""
+"""Triton's interpreter: whether kernels run in it, and two repairs of that of Triton 3.6, without
+which half of a kernel cannot."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def check() -> None:
+    """Raise RuntimeError unless kernels are interpreted: those that triton made when it was
+    imported, and those that are made from here on."""
+    import triton.language.standard as made
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    if any(type(value) is JITFunction for value in vars(made).values()):
+        raise RuntimeError("triton was imported before tests/conftest.py set TRITON_INTERPRET")
+    if not knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is gone: something that ran before has taken it away")
 
 
 def repair() -> None:
