@@ -95,6 +95,7 @@ class Answer:
         self._full = full
         self.prepared = prepared
         self.bill: Bill | None = None  # shown in `usage`, once everything has come
+        self._open = len(prepared.jobs) * prepared.drawn  # choices that have not ended
         self.traced = prepared.shown.tokens or prepared.drawn > prepared.n
         self._plain = not (self.traced or prepared.stops or prepared.echo_only)
         self._eos_ids = frozenset(service.eos_ids)
@@ -131,6 +132,12 @@ class Answer:
         full.wrote(delta.index, machine.n_tokens, text, machine.held, machine.held_bytes)
         return text
 
+    def _end(self, choice: Choice, finish: FinishReason) -> None:
+        """The choice has ended; with the last one the answer is whole."""
+        choice.finish = finish
+        self._open -= 1
+        self.stream.whole = not self._open
+
     def _fed(self, delta: Delta) -> str:
         choice = self.choices[delta.index]
         if choice.ended:  # the overrun of a stop string
@@ -139,14 +146,15 @@ class Answer:
             return choice.text.say(delta.tokens)
         heard = choice.text.hear(delta.tokens, delta.end)
         if self.prepared.echo_only:
-            choice.finish = "length" if heard.finish in ("stop", "length") else None
+            if heard.finish in ("stop", "length"):
+                self._end(choice, "length")
             return ""
         if self.traced:
             choice.note(delta.logprobs, heard.spans)
         if heard.overrun:
             self.stream.finish(choice.index, choice.text.n_tokens)
         if heard.finish in ("stop", "length"):  # else the Done's error, or `check`, says so
-            choice.finish = heard.finish
+            self._end(choice, heard.finish)
             choice.stop_reason = choice.text.matched
             stop_id = delta.end.stop_id if delta.end is not None else -1
             if choice.stop_reason is None and stop_id >= 0 and stop_id not in self._eos_ids:
@@ -177,7 +185,7 @@ class Answer:
         hooked = parser if isinstance(parser, Hooked) else None
         if hooked is not None and hooked.stopped and choice.finish is None:
             self.stream.finish(choice.index, choice.text.n_tokens)
-            choice.finish = "content_filter"
+            self._end(choice, "content_filter")
         if choice.finish is not None:
             out += parser.flush()
             if hooked is not None:

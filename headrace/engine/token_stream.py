@@ -69,6 +69,7 @@ class TokenStream:
         "_handles",
         "_live",
         "_nudged",
+        "_said",
         "_taker",
         "_waiter",
         "account",
@@ -83,6 +84,7 @@ class TokenStream:
         "said_s",
         "vectors",
         "watcher",
+        "whole",
     )
 
     def __init__(self, client: EngineClient, n: int, arrived_s: float) -> None:
@@ -93,10 +95,14 @@ class TokenStream:
         self._deltas: dict[int, Delta] = {}
         self._backlog = 0
         self._error: HeadraceError | None = None
+        self._said: HeadraceError | None = None  # by the engine, in a Done
         self._waiter: asyncio.Future[None] | None = None
         self._taker: Taker | None = None
         self._nudged = False
         self.closed = False  # tokens that still come are dropped
+        # Whoever takes has all that it wants, so that it is no matter how what the engine drew past
+        # the stop strings ended: see `take`.
+        self.whole = False
         self.account: Account | None = None
         self.watcher: Watcher | None = None
         self.arrived_s = arrived_s
@@ -123,8 +129,10 @@ class TokenStream:
     async def take(self) -> list[Delta]:
         """Wait for news and return all of it; empty after a nudge or with the last Done.
 
-        Raises whatever ended the stream early, after the tokens that came before it.
+        Raises whatever ended the stream early, after the tokens that came before it; but not what
+        the engine says of a stream that is `whole` by then.
         """
+        self._forgive()
         while not self._deltas and self._error is None and self._live and not self._nudged:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -132,6 +140,7 @@ class TokenStream:
             finally:
                 self._waiter = None
         self._nudged = False
+        self._forgive()
         if self._deltas:
             deltas = list(self._deltas.values())
             self._deltas, self._backlog = {}, 0
@@ -139,6 +148,10 @@ class TokenStream:
         if self._error is not None:
             raise self._error
         return []
+
+    def _forgive(self) -> None:
+        if self.whole and self._said is not None and self._error is self._said:
+            self._error = None
 
     def hand_to(self, taker: Taker | None) -> None:
         """While somebody waits in `take`, give news to `taker` instead, at once: that costs less
@@ -236,5 +249,5 @@ class TokenStream:
         if self.account is not None:
             self.account.told(done, self.first_token_s, self.last_token_s)
         if done.error and self._error is None:
-            self._error = by_code(done.error, done.message)
+            self._error = self._said = by_code(done.error, done.message)
             self.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from headrace.api.prepare import Prepared
 from headrace.api.service import Service
 from headrace.engine.client import EngineClient, Job
 from headrace.engine.token_stream import Delta, TokenStream
-from headrace.errors import RequestFailed
+from headrace.errors import ClientError, RequestFailed
 from headrace.hooks.load import Hooks
 from headrace.messages import Done, End, Reason
 from headrace.sources.files import ModelFiles
@@ -194,6 +195,53 @@ async def test_an_error_comes_after_the_tokens_before_it() -> None:
     with pytest.raises(RequestFailed, match="logits are not finite"):
         await answer.collect()
     assert ("abort", 1) in wire.sent  # its sibling has no reader any more
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("more", [b"c", b"cd"])
+async def test_what_was_drawn_past_a_stop_string_cannot_fail_an_answer(
+    late: bool, more: bytes
+) -> None:
+    """A grammar and rules may leave no token there; all that is shown had been drawn before."""
+    answer, stream, _ = make(["bc"])
+    for token in b"ab" + more:
+        stream.push(0, token)
+
+    def fail() -> None:
+        stream.push_end(0, end("error"))
+        stream.push_done(Done(0, "invalid_request", "no token is allowed"))
+        stream.news()
+
+    if late:
+        asyncio.get_running_loop().call_later(0.01, fail)
+    else:
+        fail()
+    assert await answer.collect() == [[Text("a")]]
+    assert (answer.finishes, answer.usage()["completion_tokens"]) == (["stop"], 3)
+    assert stream.done
+
+
+async def test_an_answer_that_is_not_whole_fails() -> None:
+    answer, stream, _ = make(["bc"], n=2)
+    for token in b"abc":
+        stream.push(0, token)
+    stream.push(1, 97)
+    for choice in range(2):
+        stream.push_end(choice, end("error"))
+    stream.push_done(Done(0, "invalid_request", "no token is allowed"))
+    with pytest.raises(ClientError, match="no token"):
+        await answer.collect()
+
+
+async def test_a_client_that_leaves_a_whole_answer_has_left() -> None:
+    answer, stream, _ = make(["bc"])
+    for token in b"abc":
+        stream.push(0, token)
+    for delta in await stream.take():
+        answer.parts(delta)
+    stream.fail(RequestFailed("gone"))
+    with pytest.raises(RequestFailed, match="gone"):
+        await answer.collect()
 
 
 async def test_an_abort_nobody_asked_for_is_not_a_success() -> None:
