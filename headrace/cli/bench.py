@@ -76,6 +76,7 @@ class Limit(click.ParamType[tuple[str, float]]):
         return name, limit_ms
 
 
+STREAMED = {"ttft", "ttfc", "itl", "tpot"}  # of the limits: times that streams alone have
 SHARE = click.FloatRange(0, 1)
 FILE = click.Path(dir_okay=False, path_type=Path)
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -290,6 +291,9 @@ def command(context: click.Context, /, **asked: Any) -> None:
     if asked["sweep"] and asked["rate"]:
         raise ConfigError("--sweep finds its rates itself", param="rate")
     refuse_alone(context, _pairs(asked))
+    streamed = sorted(STREAMED & dict(asked["slo"]).keys())
+    if streamed and not asked["stream"]:
+        raise ConfigError(f"--slo {streamed[0]} needs --stream", param="slo")
     workload = workload_of(asked)
     from headrace.bench.console import Run, run
     from headrace.bench.stats import Shape

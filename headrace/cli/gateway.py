@@ -204,8 +204,12 @@ def _say(settings: GatewaySettings, keyed: bool, workers: int, port: int) -> Non
 @click.option("--api-key", default="", envvar="HEADRACE_GATEWAY_KEY", help="an admin's key")
 @click.option("--wait-s", default=600.0, show_default=True, help="longest wait until it is empty")
 @click.option("--undo", is_flag=True, help="let it take requests again")
-def drain(worker: str, gateway: str, api_key: str, wait_s: float, undo: bool) -> None:
+@click.pass_context
+def drain(
+    ctx: click.Context, /, worker: str, gateway: str, api_key: str, wait_s: float, undo: bool
+) -> None:
     """Send nothing new to the worker at URL, and wait until its requests have ended."""
+    refuse_alone(ctx, [Beside("wait_s", not undo, "beside --undo, which waits for nothing")])
     deadline_s = time.monotonic() + wait_s
     while True:
         left = _tell(gateway, api_key, {"worker": worker, "drain": not undo})

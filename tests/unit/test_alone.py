@@ -73,6 +73,17 @@ def test_plan(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{flag.split()[0]} changes nothing without --url" in error.message
 
 
+@pytest.mark.parametrize("name", ["ttft", "ttfc", "itl", "tpot"])
+def test_limits_of_streams(name: str) -> None:
+    flags = f"--slo e2e:9 --slo {name}:9 --no-stream"
+    assert f"--slo {name} needs --stream" in refused(f"bench {flags}").message
+
+
+def test_drain() -> None:
+    error = refused("gateway drain http://127.0.0.1:1 --undo --wait-s 5")
+    assert "--wait-s changes nothing beside --undo" in error.message
+
+
 def test_inspect() -> None:
     assert "--context changes nothing without --memory" in refused("inspect --context 9").message
 
