@@ -153,7 +153,9 @@ class Answer:
             choice.note(delta.logprobs, heard.spans)
         if heard.overrun:
             self.stream.finish(choice.index, choice.text.n_tokens)
-        if heard.finish in ("stop", "length"):  # else the Done's error, or `check`, says so
+        if heard.finish == "error":
+            self.stream.abort()  # the others have no reader any more; the Done says what it was
+        elif heard.finish in ("stop", "length"):  # else the Done's error, or `check`, says so
             self._end(choice, heard.finish)
             choice.stop_reason = choice.text.matched
             stop_id = delta.end.stop_id if delta.end is not None else -1

@@ -337,7 +337,7 @@ class Registry:
             if sequence.forcible and not matcher.ended and before < sequence.limit - 1:
                 self._force(sequence, matcher)
         except HeadraceError as error:
-            self._end_all(sequence.request, "error", error.code, error.message)
+            self._fail(sequence, error)
             return 0
         if matcher.ended:
             self._end(sequence, "stop")
@@ -376,10 +376,10 @@ class Registry:
                 try:
                     sequence.matcher.check()
                 except HeadraceError as error:
-                    self._end_all(sequence.request, "error", error.code, error.message)
+                    self._fail(sequence, error)
 
     def _fail_draws(self, flight: Flight, result: StepResult) -> None:
-        """The requests behind failed draws end with an error, the others do not notice. What was
+        """The choices behind failed draws end with an error, the others do not notice. What was
         drawn for a choice that has ended was for nobody: rules may leave no token of its mask."""
         sequences = [*flight.decoders, *flight.drawers]
         reasons = dict(result.failed)
@@ -389,11 +389,10 @@ class Registry:
         for draw, why in reasons.items():
             if sequences[draw].ended:
                 continue
-            request = sequences[draw].request
             error: HeadraceError = RequestFailed(why)
             if why == NO_TOKEN_ALLOWED:
-                error = _nothing_left(request.submit, self._ends)
-            self._end_all(request, "error", error.code, error.message)
+                error = _nothing_left(sequences[draw].request.submit, self._ends)
+            self._fail(sequences[draw], error)
 
     def fail_running(self, why: str) -> None:
         """A step broke as a whole: every request that owns a row ends with `request_failed`."""
@@ -410,6 +409,13 @@ class Registry:
         self._end_choice(request, sequence.choice, reason, stop_id, count)
         if request.closed:
             self._close(request, "", "")
+
+    def _fail(self, sequence: Sequence, error: HeadraceError) -> None:
+        """One choice ends with an error, which the Done tells. Its text may have ended before, at a
+        stop string: whoever reads it knows, and ends the other choices if it had not."""
+        request = sequence.request
+        request.error = request.error or error
+        self._end(sequence, "error")
 
     def _end_all(self, request: Request, reason: Reason, error: str, message: str) -> None:
         """All open choices end, those not forked yet too."""
@@ -443,6 +449,8 @@ class Registry:
     def _close(self, request: Request, error: str, message: str) -> None:
         """The one Done."""
         handle, owner = request.submit.handle, request.owner
+        if request.error is not None and not error:
+            error, message = request.error.code, request.error.message
         mine = self._requests[owner]
         del mine[handle]
         if not mine:

@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from headrace.engine.policy import Key, Policy, order_key
 from headrace.engine.protocol import Matcher
+from headrace.errors import HeadraceError
 from headrace.kv.cache import Table
 from headrace.messages import Pooling, Reason, Submit
 
@@ -137,6 +138,7 @@ class Request:
         "cached_tokens",
         "compute_fs",
         "counts",
+        "error",
         "first_token_s",
         "last_token_s",
         "owner",
@@ -171,6 +173,7 @@ class Request:
         self.ahead = False  # a choice ended while a step in flight may have held a row of it
         self.resident = 0  # sequences that own a row
         self.counts = [0] * submit.n  # output tokens of choices that ended
+        self.error: HeadraceError | None = None  # of the first choice that ended with one
         self.reasons: list[Reason | None] = [None] * submit.n  # None: still open
         self.sequences = [self._sequence(0, list(submit.prompt), table)]
 

@@ -160,6 +160,21 @@ def test_choices_that_end_one_after_another_under_rules(server: Server) -> None:
         assert all(re.fullmatch("[a-f]{1,3}x|[g-z]{30}", text) for text in texts), texts
 
 
+def test_a_choice_that_a_stop_string_ended_costs_the_others_nothing(server: Server) -> None:
+    """Behind its stop string no token is left, which the engine may see before it hears of that."""
+    for seed in range(8):
+        asked = {
+            "prompt": "hello", "n": 4, "max_tokens": 60, "seed": seed, "stop": " ",
+            "structured_outputs": {"regex": "b a|c{40}"}, "stop_token_ids": [97],
+        }  # fmt: skip
+        status, answer = server.post(TEXT, asked)
+        assert status == 200, answer
+        assert {choice["text"] for choice in answer["choices"]} <= {"b", "c" * 40}
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+        raw = server.request("POST", TEXT, {**asked, "stream": True})[2]
+        assert events(raw)[-1] == "[DONE]"
+
+
 def test_no_token_left_is_that_requests_error(server: Server) -> None:
     status, answer = server.post(
         TEXT, {"prompt": "x", "structured_outputs": {"regex": "aa"}, "banned_token_ids": [97]}

@@ -222,12 +222,15 @@ async def test_what_was_drawn_past_a_stop_string_cannot_fail_an_answer(
 
 
 async def test_an_answer_that_is_not_whole_fails() -> None:
-    answer, stream, _ = make(["bc"], n=2)
+    answer, stream, wire = make(["bc"], n=2)
     for token in b"abc":
         stream.push(0, token)
     stream.push(1, 97)
     for choice in range(2):
         stream.push_end(choice, end("error"))
+    for delta in await stream.take():
+        answer.parts(delta)
+    assert ("abort", 0) in wire.sent, "who fails before its end ends the others"
     stream.push_done(Done(0, "invalid_request", "no token is allowed"))
     with pytest.raises(ClientError, match="no token"):
         await answer.collect()

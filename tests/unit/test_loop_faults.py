@@ -74,7 +74,8 @@ def faulty_rig(**fields: Any) -> tuple[Rig, Faulty]:
 
 @LOOPS
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_failed_draw_ends_that_request_alone(step: int, overlap: bool) -> None:
+def test_a_failed_draw_ends_that_choice_alone(step: int, overlap: bool) -> None:
+    """Its text may have ended before, at a stop string; who reads it ends the others if not."""
     rig, runner = faulty_rig(overlap=overlap)
     for _ in range(3):
         rig.submit(4, 8, n=2, sampling=Sampling(seed=3))
@@ -82,9 +83,24 @@ def test_a_failed_draw_ends_that_request_alone(step: int, overlap: bool) -> None
     rig.run()
     assert [rig.dones[0, h].error for h in (1, 2, 3)] == ["", "request_failed", ""]
     assert rig.dones[0, 2].message == "logits are not finite"
-    assert [rig.ends[0, 2, c].reason for c in (0, 1)] == ["error", "error"]
+    assert [rig.ends[0, 2, c].reason for c in (0, 1)] == ["error", "length"]
     assert rig.dones[0, 1].output_tokens == rig.dones[0, 3].output_tokens == 16
     rig.check_tokens()
+    rig.check_idle()
+
+
+@LOOPS
+def test_the_end_of_the_others_tells_what_failed(overlap: bool) -> None:
+    rig, runner = faulty_rig(overlap=overlap)
+    handle = rig.submit(4, 50, n=2, sampling=Sampling(seed=3))
+    runner.fail_draw[4] = 1
+    while (0, handle, 1) not in rig.ends:
+        rig.turn()
+    assert (0, handle) not in rig.dones
+    rig.abort(handle)
+    rig.run()
+    assert [rig.ends[0, handle, c].reason for c in (0, 1)] == ["abort", "error"]
+    assert rig.dones[0, handle].message == "logits are not finite"
     rig.check_idle()
 
 
