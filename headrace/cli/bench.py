@@ -17,7 +17,7 @@ from headrace.bench.lengths import FORMS, Lengths, parse_lengths
 from headrace.bench.stats import SLOS
 from headrace.bench.trace import BLOCK_TOKENS, read_trace
 from headrace.bench.workload import SCHEMA, Workload
-from headrace.cli.alone import Beside, refuse_alone
+from headrace.cli.alone import Tied, refuse_alone
 from headrace.errors import ConfigError, EngineError
 
 Command = Callable[..., None]
@@ -239,7 +239,7 @@ def workload_of(asked: dict[str, Any]) -> Workload:
     )
 
 
-def _pairs(asked: dict[str, Any]) -> list[Beside]:
+def _pairs(asked: dict[str, Any]) -> list[Tied]:
     """Flags that have an effect beside others alone."""
     trace, sweep = asked["trace"], asked["sweep"]
     rated = bool(asked["rate"] or sweep)
@@ -248,20 +248,20 @@ def _pairs(asked: dict[str, Any]) -> list[Beside]:
         "fan_out structured schema cancel"
     )
     return [
-        Beside(own, not trace, "beside --trace, which has its own requests"),
-        Beside("speed trace_block_tokens", bool(trace), "without --trace"),
-        Beside("burstiness burst", rated, "without --rate or --sweep"),
-        Beside("most_open", rated or bool(trace), "without --rate, --sweep or --trace"),
-        Beside(
+        Tied(own, not trace, "beside --trace, which has its own requests"),
+        Tied("speed trace_block_tokens", bool(trace), "without --trace"),
+        Tied("burstiness burst", rated, "without --rate or --sweep"),
+        Tied("most_open", rated or bool(trace), "without --rate, --sweep or --trace"),
+        Tied(
             "requests",
             asked["duration"] is None or bool(trace or sweep),
             "beside --duration, which ends a level instead",
         ),
-        Beside("prompt prompt_tokens nonce", not asked["single_prompt"], "beside --single-prompt"),
-        Beside("prefix_tokens drift", asked["prefixes"] > 0, "without --prefixes"),
-        Beside("zipf", asked["prefixes"] > 1, "without several --prefixes"),
-        Beside("think", asked["turns"] > 1 or asked["fan_out"] > 0, "without --turns or --fan-out"),
-        Beside("schema", asked["structured"] > 0, "without --structured"),
+        Tied("prompt prompt_tokens nonce", not asked["single_prompt"], "beside --single-prompt"),
+        Tied("prefix_tokens drift", asked["prefixes"] > 0, "without --prefixes"),
+        Tied("zipf", asked["prefixes"] > 1, "without several --prefixes"),
+        Tied("think", asked["turns"] > 1 or asked["fan_out"] > 0, "without --turns or --fan-out"),
+        Tied("schema", asked["structured"] > 0, "without --structured"),
     ]
 
 

@@ -19,7 +19,7 @@ import click
 import msgspec
 import uvloop
 
-from headrace.cli.alone import Beside, refuse_alone
+from headrace.cli.alone import Tied, refuse_alone
 from headrace.config import flag_of
 from headrace.errors import ConfigError
 from headrace.gateway import page
@@ -90,7 +90,7 @@ def command(
     names = file is not None or any(spec.lookup for spec in workers)  # a file may bring some later
     refuse_alone(
         ctx,
-        [Beside("dns_interval_s dns_keep_s dns_server", names, "without a worker that is a name")],
+        [Tied("dns_interval_s dns_keep_s dns_server", names, "without a worker that is a name")],
     )
     doorkeeper = Doorkeeper(file.keys, file.tiers) if file else Doorkeeper((), {})
     said = partial(_say, settings, doorkeeper.keyed, len(workers))
@@ -209,7 +209,7 @@ def drain(
     ctx: click.Context, /, worker: str, gateway: str, api_key: str, wait_s: float, undo: bool
 ) -> None:
     """Send nothing new to the worker at URL, and wait until its requests have ended."""
-    refuse_alone(ctx, [Beside("wait_s", not undo, "beside --undo, which waits for nothing")])
+    refuse_alone(ctx, [Tied("wait_s", not undo, "beside --undo, which waits for nothing")])
     deadline_s = time.monotonic() + wait_s
     while True:
         left = _tell(gateway, api_key, {"worker": worker, "drain": not undo})

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.alone import Beside, refuse_alone
+from headrace.cli.alone import Tied, refuse_alone
 from headrace.config import parse_bytes
 from headrace.inspection import Inspection, inspect
 from headrace.sources.resolve import resolve
@@ -27,7 +27,7 @@ def command(
     """Tell architecture, parameters, KV bytes a token, what fits in given memory, and what the
     tokenizer makes of texts. Reads no weights; of a model of the Hub config and tokenizer are
     downloaded."""
-    refuse_alone(ctx, [Beside("context", memory is not None, "without --memory")])
+    refuse_alone(ctx, [Tied("context", memory is not None, "without --memory")])
     files = resolve(model, say=lambda line: click.echo(line, err=True), weights=False)
     size_bytes = parse_bytes(memory, "memory") if memory else 0
     told = inspect(files, size_bytes, context or 0)

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from headrace.accelerators import ACCELERATORS, Accelerator, processor
 from headrace.backends.cpu.device import cores
-from headrace.cli.alone import Beside as Need
-from headrace.cli.alone import refuse_alone
+from headrace.cli.alone import Tied, refuse_alone
 from headrace.cli.bench import Numbers, base_of
 from headrace.config import parse_bytes
 from headrace.errors import ConfigError
@@ -78,7 +77,7 @@ def command(
     tokens. Reads no weights; of a model of the Hub config and tokenizer are downloaded.
     """
     measured = "api_key measure_batch measure_prompt measure_output"
-    refuse_alone(ctx, [Need(measured, bool(url), "without --url")])
+    refuse_alone(ctx, [Tied(measured, bool(url), "without --url")])
     on = _device(device, memory, bandwidth, tflops, asked["weights"] or "")
     planner = Planner(
         resolve(model, say=lambda line: click.echo(line, err=True), weights=False),
