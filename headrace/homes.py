@@ -19,7 +19,7 @@ TAG_DIGITS = 12  # two of 1000 workers share a tag with a chance of 2e-9
 _TAG = rf"[0-9a-f]{{{TAG_DIGITS}}}"
 STREAM = rf"[0-9]{{1,6}}-(?:{_TAG}-)?[0-9a-f]{{32}}"  # a pattern without groups
 _FIT = re.compile(_TAG)
-_RESPONSE = re.compile(rf"resp_({_TAG})_.+", re.DOTALL)
+_RESPONSE = re.compile(rf"resp_({_TAG})_[0-9A-Za-z]+")
 _TAGGED_STREAM = re.compile(rf"[0-9]{{1,6}}-({_TAG})-[0-9a-f]{{32}}")
 
 

@@ -47,13 +47,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe", "kv"},
     "hooks": {"errors", "extras"},
     "homes": set(),
+    "request_path": {"errors"},
     "gateway": BASE
     | {"kv", "observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"}
-    | {"extras", "homes"},
+    | {"extras", "homes", "request_path"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
-    | {"homes", "hooks", "pages", "prices", "vectors", "web_page", "foreign_json"},
+    | {"homes", "hooks", "pages", "prices", "vectors", "web_page", "foreign_json"}
+    | {"request_path"},
     "bench": BASE
     | {"extras", "sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
@@ -89,6 +91,7 @@ NO_TORCH |= {
     "vectors",
     "web_page",
     "homes",
+    "request_path",
     "stages",
     "backends/fake",
     "bytecode",

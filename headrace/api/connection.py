@@ -26,6 +26,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from headrace.api.errors import encoded
 from headrace.errors import ClientError, InvalidRequest, TooSlow, WrongMethod
+from headrace.request_path import parts_of
 
 log = logging.getLogger("headrace.api")
 
@@ -156,7 +157,10 @@ class Connection(HttpToolsProtocol):
 
     def _offers_socket(self) -> bool:
         """A WebSocket is wanted, where there is one. Nowhere else: that gets a plain answer."""
-        path = self.url.partition(b"?")[0].decode("latin-1")
+        try:
+            path, _ = parts_of(self.url)
+        except InvalidRequest:
+            return False  # it is refused as any other that is none
         return path == SOCKET_PATH and self._get_upgrade() == b"websocket"
 
     def _hand_over(self, rest: bytes) -> None:

@@ -25,6 +25,7 @@ from headrace.errors import Forbidden, HeadraceError, Unauthorized
 from headrace.observe.metrics import ApiMetrics
 from headrace.observe.trace_context import trace_context
 from headrace.observe.tracing import Tracer
+from headrace.request_path import one_spelling
 from headrace.web_page import same_origin
 
 access = logging.getLogger("headrace.access")
@@ -75,6 +76,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = one_spelling(scope["raw_path"])  # decoded, `%2F` would part names
         headers = dict(scope["headers"])
         transport = scope.get("state", {}).get("transport")
         exchange = Exchange(_request_id(headers), send, transport, scope["path"], scope.get(CYCLE))

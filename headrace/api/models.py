@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.api.service import Service, encode_json, service_of
+from headrace.api.service import Service, encode_json, named, service_of
 
 
 async def list_models(request: Request) -> Response:
@@ -20,7 +20,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     """One model. Raises NotFound for another name."""
     service = service_of(request)
-    service.check_model(request.path_params["model"])
+    service.check_model(named(request, "model"))
     return Response(encode_json(await _card(service)), media_type="application/json")
 
 

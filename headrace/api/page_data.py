@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.api.exchange import exchange_of
 from headrace.api.page import DATA, guarded
-from headrace.api.service import Service, encode_json, service_of
+from headrace.api.service import Service, encode_json, named, service_of
 from headrace.errors import Busy, InvalidRequest, NotFound
 from headrace.observe.current import current
 from headrace.stages import STAGES
@@ -61,7 +61,7 @@ async def requests(request: Request) -> Response:
 
 async def one(request: Request) -> Response:
     """One record, by its key or its request's id. Raises NotFound."""
-    name = request.path_params["id"]
+    name = named(request)
     found, silent = await service_of(request).records.find(name, _whose(request))
     if found is None:
         missing = f"; HTTP processes that did not answer: {silent}" if silent else ""

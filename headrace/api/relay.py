@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.api.errors import event_of
 from headrace.api.exchange import Exchange, exchange_of
 from headrace.api.resume import Live, Streams, deliver, split_event_id
-from headrace.api.service import encode_json, service_of
+from headrace.api.service import encode_json, named, service_of
 from headrace.errors import HeadraceError, InvalidRequest, NotFound, RequestFailed, WrongMethod
 
 LAST = "last-event-id"
@@ -134,13 +134,13 @@ async def follow(request: Request) -> ASGIApp:
     InvalidRequest, WrongMethod."""
     if request.method == "HEAD":  # it would take the stream from whoever reads, and show nothing
         raise WrongMethod("a stream takes GET and DELETE")
-    name = request.path_params["id"]
+    name = named(request)
     return await _resumed(request, *split_event_id(_given(request) or "0", name), "")
 
 
 async def end(request: Request) -> Response:
     """DELETE: abort the request that the stream belongs to. Raises NotFound."""
-    service, name = service_of(request), request.path_params["id"]
+    service, name = service_of(request), named(request)
     if _worker(name) == service.streams.worker:
         service.streams.find(name).give_up()
     else:

@@ -25,7 +25,7 @@ from headrace.api.response_items import NAMES, Responses, chat_fields
 from headrace.api.response_output import Output, Reply, ResponseEvents, logprobs_of
 from headrace.api.response_store import Kept
 from headrace.api.schemas import parse
-from headrace.api.service import Service, encode_json, service_of
+from headrace.api.service import Service, encode_json, named, service_of
 from headrace.errors import InvalidRequest, NotFound
 from headrace.homes import HEADER, given_tag, response_id
 from headrace.text.parts import Part, Text
@@ -150,7 +150,7 @@ async def retrieve(request: Request) -> Response:
 
 async def delete(request: Request) -> Response:
     """Forget one. Raises NotFound."""
-    name = request.path_params["id"]
+    name = named(request)
     if not await service_of(request).responses.delete(name):
         raise _missing(name)
     content = {"id": name, "object": "response", "deleted": True}
@@ -188,7 +188,7 @@ async def list_input(request: Request) -> Response:
 
 
 async def _kept(request: Request) -> Kept:
-    name = request.path_params["id"]
+    name = named(request)
     kept = await service_of(request).responses.get(name)
     if kept is None:
         raise _missing(name)

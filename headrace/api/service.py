@@ -8,6 +8,7 @@ import time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from starlette.requests import Request
@@ -149,6 +150,11 @@ def service_of(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service), "app.state.service is set by create_app"
     return service
+
+
+def named(request: Request, parameter: str = "id") -> str:
+    """What the path names there. Paths are matched undecoded, see headrace.request_path."""
+    return unquote(request.path_params[parameter])
 
 
 def encode_json(value: Any) -> bytes:

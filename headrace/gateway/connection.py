@@ -15,6 +15,7 @@ import msgspec
 from headrace.errors import ClientError, HeadraceError, InvalidRequest, TooLarge, TooSlow
 from headrace.gateway.answers import body_of, head, headers_of
 from headrace.gateway.upstream import Headers, no_delay
+from headrace.request_path import parts_of
 
 log = logging.getLogger("headrace.gateway")
 
@@ -29,8 +30,8 @@ class Request(msgspec.Struct):
     """A whole request. Header names are in lower case; of a repeated one, `known` has the last."""
 
     method: bytes
-    target: bytes  # path and query, as they came
-    path: str
+    target: bytes  # path and query; the path in the spelling of `path`
+    path: str  # see headrace.request_path
     headers: Headers
     known: dict[bytes, bytes]
     body: bytes
@@ -167,12 +168,11 @@ class Client(asyncio.Protocol):
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
         self._waiting_bytes += len(body)
-        target = self._target if self._target.startswith(b"/") else _origin_form(self._target)
-        path = target.partition(b"?")[0].decode("latin-1")
+        path, query = parts_of(self._target)
         method = self._parser.get_method()
         request = Request(
             b"GET" if method == b"HEAD" else method,
-            target,
+            path.encode("latin-1") + (b"?" + query if query else b""),
             path,
             self._headers,
             self._known,
@@ -299,11 +299,3 @@ class Client(asyncio.Protocol):
             self._refuse(TooSlow(f"no whole request in {receive_s:g} s"))
         elif not self._receiving and now_s - self._since_s > KEEP_ALIVE_S:
             self._transport.close()
-
-
-def _origin_form(target: bytes) -> bytes:
-    """Path and query of what a client asks as of a proxy, `http://HOST/PATH` (RFC 9112, 3.2.2)."""
-    scheme, found, rest = target.partition(b"://")
-    if not found or scheme.lower() not in (b"http", b"https"):
-        return target
-    return b"/" + rest.partition(b"/")[2]

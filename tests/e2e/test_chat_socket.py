@@ -169,6 +169,16 @@ def test_a_client_that_reads_nothing_is_dropped(server: Server) -> None:
         assert "took no" in server.log_path.read_text()
 
 
+def test_another_spelling_of_its_path_is_its_path(server: Server) -> None:
+    url = f"ws://127.0.0.1:{server.port}"
+    with connect(f"{url}/v1/chat/%77s?a=b", proxy=None) as socket:
+        ask(socket, **body(max_tokens=1))
+        assert until_ended(socket)["1"][-1]["type"] == "done"
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"{url}/v1/chat%2Fws", proxy=None)
+    assert refused.value.response.status_code == 404
+
+
 def test_who_may_open_one(server: Server) -> None:
     for origin in (f"http://127.0.0.1:{server.port}", None):
         with dial(server, origin=origin) as socket:

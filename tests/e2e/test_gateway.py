@@ -98,6 +98,13 @@ def mortal() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def before_one(shared_server: Server) -> Iterator[GatewayProcess]:
+    with GatewayProcess("--worker", shared_server.url) as gateway:
+        gateway.wait_up(1)
+        yield gateway
+
+
 def stream(port: int, out: list[bytes], began: threading.Event) -> None:
     """Read one stream to its end, or to where it is cut."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -147,6 +154,40 @@ def test_real_clients_get_answers_and_hits_are_confirmed(
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="fake", messages=[], max_tokens=-1)
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "status"),
+    [
+        ("/v1/%63hat/completions", 200),
+        ("/v1/chat/completion%73?a=%62", 200),
+        ("http://elsewhere/v1/%63hat/completions", 200),
+        ("/v1/chat/completions#x?y", 200),
+        ("/v1%2Fchat/completions", 404),
+        ("/v1/chat%2fcompletions", 404),
+        ("/v1/%2563hat/completions", 404),
+        ("//v1/chat/completions", 404),
+        ("/v1/chat/completions/", 404),
+        ("/v1/./chat/completions", 404),
+        ("/v1/%2e%2E/v1/chat/completions", 404),
+        ("/v1/chat/completions;x", 404),
+        ("/v1/chat/completions%00", 404),
+        ("/v1/chat/completions%", 404),
+        ("/V1/chat/completions", 404),
+        ("http://elsewhere", 400),
+        ("/v1/caf\xe9", 400),
+    ],
+)
+def test_the_gateway_and_a_worker_read_paths_alike(
+    spelling: str, status: int, before_one: GatewayProcess, shared_server: Server
+) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).encode()
+    head = f"host: h\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    raw = f"POST {spelling} HTTP/1.1\r\n{head}".encode("latin-1") + body
+    for port in (before_one.port, shared_server.port):
+        with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
+            connection.sendall(raw)
+            assert connection.makefile("rb").readline().split()[1] == str(status).encode(), port
 
 
 def test_a_stopped_or_killed_worker_is_out_and_its_streams_end_in_errors(mortal: Server) -> None:

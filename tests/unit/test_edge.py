@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -174,10 +175,47 @@ async def test_who_sees_the_end_finds_it_counted_and_the_seat_free(service: Serv
             counted.append(expose(service.metrics.registry))
 
     path = "/v1/chat/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-    await app(scope, receive, send)
+    head = {"type": "http", "method": "POST", "headers": [], "query_string": b""}
+    await app({**head, "path": path, "raw_path": path.encode()}, receive, send)
     (page,) = counted
     assert f'endpoint="{path}",model_name="fake",status="503"}} 1.0' in page.decode()
+
+
+@pytest.mark.parametrize("path", ["/v1/%63hat/completions", "/v1/chat/completion%73"])
+async def test_another_spelling_of_a_route_is_that_route(path: str, service: Service) -> None:
+    """For its key, its seat, its counts and its answer; `%2F` is part of a name."""
+    service.settings = Settings(api_key=("k",))
+    seats, bearer = Seats(1), {"authorization": "Bearer k"}
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None), seats)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        assert (await client.post(path, json=BODY)).status_code == 401
+        assert (await client.post(path, json=BODY, headers=bearer)).status_code == 503
+        seats.take()
+        full = await client.post(path, json=BODY, headers=bearer)
+        assert full.json()["error"]["code"] == "too_many_streams"
+        apart = await client.post("/v1%2Fchat%2Fcompletions", json=BODY, headers=bearer)
+        assert apart.status_code == 404
+        assert (await client.get("/%75i/%61pi/requests")).status_code == 401
+        assert (await client.get("/ui%2Fapi%2Frequests", headers=bearer)).status_code == 404
+    counted = expose(service.metrics.registry).decode()
+    for status in (401, 503):
+        assert f'endpoint="/v1/chat/completions",model_name="fake",status="{status}"' in counted
+
+
+@pytest.mark.parametrize("name", ["a/b", "a b", "é", "100%", "a%2Fb"])
+async def test_a_name_in_a_path_is_decoded_once(name: str, service: Service) -> None:
+    service.name = name
+    await service.responses.start()
+    app: Any = create_app(service, Exchanges(60, 15, lambda: None))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        found = await client.get("/v1/models/" + quote(name, safe=""))
+        assert (found.status_code, found.json()["id"]) == (200, name)
+        gone = await client.get("/v1/responses/" + quote(name, safe=""))
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
+        assert repr(name) in gone.json()["error"]["message"]
+    await service.responses.close()
 
 
 async def test_our_own_faults_say_nothing_of_the_inside(

@@ -17,6 +17,7 @@ from headrace.gateway.prompt import PromptReader
 from headrace.gateway.registry import StaticRegistry
 from headrace.gateway.settings import WorkerSpec
 from headrace.gateway.sse import MOST_TOKENS
+from headrace.gateway.tenants import Doorkeeper, KeySpec, TierSpec
 from tests.unit.gateway_rig import (
     Asked,
     Call,
@@ -95,6 +96,46 @@ def test_all_choices_that_are_drawn_are_reserved(fields: dict[str, Any], choices
         assert read.output_tokens == 10 * choices
         plain = body.replace("max_tokens", "most").encode()  # OpenAI's default is 16
         assert PromptReader(True).read("/v1/completions", plain, {}).output_tokens == 16 * choices
+
+
+async def test_another_spelling_of_a_route_is_that_route() -> None:
+    """For keys, limits, tokens and errors; a worker gets the one spelling, so it sees what was let
+    in."""
+    spellings = (
+        "/v1/%63hat/completions",
+        "/v1/chat/completion%73",
+        "http://h/v1/%63hat/completions",
+    )
+    keys = [KeySpec(key="user"), KeySpec(key="root", admin=True)]
+    door = Doorkeeper(keys, {"default": TierSpec(requests_per_min=3)})
+    user = {"authorization": "Bearer user"}
+    async with Mock() as worker, gateway(worker, doorkeeper=door) as made:
+        for path in spellings:
+            assert (await call(made.port, chat(), path)).status == 401
+            assert (await call(made.port, chat(), path, user)).status == 200
+        assert (await call(made.port, chat(), spellings[0], user)).status == 429
+        assert [asked.target for asked in worker.asked] == ["/v1/chat/completions"] * 3
+        root = {"authorization": "Bearer root"}
+        for path in ("/%6detrics", "/gatewa%79/workers", "/gateway/tenant%73"):
+            assert (await get(made.port, path)).status == 401
+            assert (await get(made.port, path, user)).status == 403
+            assert (await get(made.port, path, root)).status == 200
+        told = await call(made.port, chat(), "/v1/%6Dessages")
+        assert told.json()["type"] == "error"
+        for path in ("/v1%2Fchat%2Fcompletions", "/v1/chat%2Fcompletions", "/gateway%2Fworkers"):
+            assert (await call(made.port, chat(), path, root)).status == 404
+        assert len(worker.asked) == 3
+
+
+async def test_the_name_of_a_kept_response_leads_nowhere_else() -> None:
+    async with Mock() as worker, gateway(worker) as made:
+        tag = homes.tag_of(worker.url)
+        for more in ("%2F..%2F..%2Fmetrics", "%2finput_items", "%3Fa", "/../x"):
+            reply = await get(made.port, f"/v1/responses/resp_{tag}_1{more}?a=%62")
+            assert reply.status == 404
+        assert not worker.asked
+        await get(made.port, f"/v1/responses/resp%5F{tag}_1/input%5fitems?a=%62")
+        assert worker.asked[0].target == f"/v1/responses/resp_{tag}_1/input_items?a=%62"
 
 
 async def test_trailers_are_bounded_and_go_nowhere() -> None:
