@@ -187,19 +187,23 @@ def output_tokens(
     what: str = "the prompt",
     min_tokens: int | None = None,
 ) -> int:
-    """max_tokens of one prompt: what was asked, or the rest of the context.
+    """max_tokens of one prompt: what was asked, which may be 0, or the rest of the context, which
+    must hold a token.
 
-    Raises ContextTooLong with all three numbers when they do not fit, InvalidRequest if it is
-    below min_tokens.
+    Raises ContextTooLong with all numbers when they do not fit, InvalidRequest if it is below
+    min_tokens.
     """
     room = info.max_model_len - prompt_tokens
-    if room < 1 or (asked or 1) > room:
+    if room < (1 if asked is None else asked):
+        more = {None: " and an answer needs at least 1 more", 0: ""}.get(
+            asked, f" and {asked} more are asked for"
+        )
         raise ContextTooLong(
-            f"{what} has {prompt_tokens} tokens and {asked or 1} more are asked for, but this "
-            f"server holds {info.max_model_len} tokens in all",
+            f"{what} has {prompt_tokens} tokens{more}, but this server holds "
+            f"{info.max_model_len} tokens in all",
             param=param,
         )
-    most = asked or room
+    most = room if asked is None else asked
     if min_tokens is not None and min_tokens > most:
         raise InvalidRequest(
             f"min_tokens = {min_tokens} is over the {most} tokens that an answer may have",

@@ -125,7 +125,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
 
     handle: int
     prompt: list[int]  # not empty
-    max_tokens: int  # >= 1, per choice
+    max_tokens: int  # per choice; 0: the prompt is computed, and nothing is drawn
     sampling: Sampling = Sampling()
     stop_ids: list[int] = []  # drawing one of these ends a choice with "stop"
     n: int = 1

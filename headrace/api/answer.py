@@ -97,7 +97,7 @@ class Answer:
         self.bill: Bill | None = None  # shown in `usage`, once everything has come
         self._open = len(prepared.jobs) * prepared.drawn  # choices that have not ended
         self.traced = prepared.shown.tokens or prepared.drawn > prepared.n
-        self._plain = not (self.traced or prepared.stops or prepared.echo_only)
+        self._plain = not (self.traced or prepared.stops)
         self._eos_ids = frozenset(service.eos_ids)
         grammar = prepared.jobs[0].grammar
         form = grammar.kind if grammar is not None else ""
@@ -145,10 +145,6 @@ class Answer:
         if self._plain and delta.end is None:  # most tokens of most answers
             return choice.text.say(delta.tokens)
         heard = choice.text.hear(delta.tokens, delta.end)
-        if self.prepared.echo_only:
-            if heard.finish in ("stop", "length"):
-                self._end(choice, "length")
-            return ""
         if self.traced:
             choice.note(delta.logprobs, heard.spans)
         if heard.overrun:
@@ -226,7 +222,7 @@ class Answer:
         return out
 
     def said_of_prompt(self, position: int) -> list[Logprobs]:
-        """Of the tokens of a prompt, from its second on. Call once a token has come."""
+        """Of the tokens of a prompt, from its second on. Call once a token, or an end, has come."""
         said = self.stream.prompt_logprobs.get(position, [])
         assert len(said) == len(self.prepared.jobs[position].prompt) - 1, "a report is missing"
         return said
@@ -273,8 +269,6 @@ class Answer:
     @property
     def output_tokens(self) -> int:
         """Of all choices that are drawn."""
-        if self.prepared.echo_only:
-            return 0
         return sum(choice.text.n_tokens for choice in self.choices)
 
     @property

@@ -68,7 +68,6 @@ class Prepared(msgspec.Struct, frozen=True):
     echo: list[str]  # text shown before each prompt's answer; [] = none
     shown: Shown = Shown()
     width: int = 0  # choices that are drawn, of which the n best are shown; 0 = n
-    echo_only: bool = False  # max_tokens = 0: the one token that an engine draws is not shown
     beams: BeamRules | None = None  # how to search, instead of drawing
     min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
     user: str = ""  # the caller's own name for who asks
@@ -315,11 +314,12 @@ def _prepared(
         logprobs=max(shown.top, 0 if ranked else -1),
     )
     _check_rules(len(prompts), sampling, grammar)
-    most = 1 if limit == 0 else limit
     jobs = [
         Job(
             prompt=prompt,
-            max_tokens=output_tokens(info, len(prompt), most, param, min_tokens=request.min_tokens),
+            max_tokens=output_tokens(
+                info, len(prompt), limit, param, min_tokens=request.min_tokens
+            ),
             sampling=sampling
             if request.seed is not None
             else msgspec.structs.replace(sampling, seed=service.draw_seed()),
@@ -345,7 +345,6 @@ def _prepared(
         echo=echo or [],
         shown=shown,
         width=width,
-        echo_only=limit == 0,
         beams=beams,
         min_tokens=request.min_tokens or 0,
     )

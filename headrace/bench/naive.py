@@ -108,6 +108,9 @@ class NaiveEngine:
             return
         job = _Job((owner, message.handle), message, self._clock())
         self._live[job.key] = job
+        if not message.max_tokens:
+            self._close_job(job, "length")  # it keeps no cache: there is nothing to compute
+            return
         self._todo.put(job)
 
     def _refusal(self, owner: int, message: Submit) -> tuple[str, str] | None:

@@ -57,7 +57,7 @@ class Job(msgspec.Struct, frozen=True):
     """One prompt of a request; the fields of `Submit` that its caller decides."""
 
     prompt: list[int]
-    max_tokens: int
+    max_tokens: int  # 0: only its prompt is computed
     sampling: Sampling = Sampling()
     stop_ids: list[int] = []
     n: int = 1

@@ -30,6 +30,7 @@ class Flight:
         "plan",
         "prediction",
         "prefills",
+        "read",
     )
 
     def __init__(
@@ -38,11 +39,13 @@ class Flight:
         decoders: list[Sequence],
         prefills: list[Sequence],
         drawers: list[Sequence],
+        read: list[Sequence],
     ) -> None:
         self.plan = plan
         self.decoders = decoders
         self.prefills = prefills
         self.drawers = drawers
+        self.read = read  # nothing is drawn for them: they end when it has computed their prompts
         self.complete: list[Sequence] = []  # end with it, once their prompts' reports are passed on
         self.costs: Costs | None = None  # see `engine.shares.modelled`
         self.note: StepNote | None = None  # where somebody watches; see `engine.recorder`
@@ -64,6 +67,7 @@ class Draft:
         "_pools",
         "_prefills",
         "_prompts",
+        "_read",
         "_unwritten",
         "decoders",
         "joins",
@@ -80,6 +84,7 @@ class Draft:
         self.joins: list[Join] = []
         self._prefills: list[Sequence] = []
         self._drawers: list[Sequence] = []
+        self._read: list[Sequence] = []
         self._grows: list[Grow] = []
         self._copies: list[tuple[int, int]] = []
         self._counts: list[int] = []
@@ -127,7 +132,7 @@ class Draft:
     def chunk(self, sequence: Sequence, count: int, *, unwritten: bool, samples: bool) -> None:
         """`count` known tokens of `sequence` from its `planned` on."""
         start = sequence.planned
-        output = Output.SAMPLE if samples else Output.NONE
+        output = Output.SAMPLE if samples and sequence.request.draws else Output.NONE
         if sequence.unscored:
             output = self._score(sequence, start + count, output)
         if sequence.pooling is not None:
@@ -165,7 +170,9 @@ class Draft:
     def draw(self, sequences: list[Sequence]) -> None:
         """One draw for each that yields tokens, from the forward row added last."""
         for sequence in sequences:
-            if sequence.pooling is not None:
+            if not sequence.request.draws:
+                if sequence.pooling is None:
+                    self._read.append(sequence)
                 continue
             self._draw_from.append(len(self.rows) - 1)
             self._draw_into.append(sequence.row)
@@ -190,4 +197,4 @@ class Draft:
             prompts=self._prompts,
             pools=self._pools,
         )
-        return Flight(plan, self.decoders, self._prefills, self._drawers)
+        return Flight(plan, self.decoders, self._prefills, self._drawers, self._read)

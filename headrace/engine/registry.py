@@ -114,9 +114,9 @@ class Registry:
             raise InvalidRequest(f"handle {submit.handle} is already live", param="handle")
         refuse_pooling(submit, self._capacity)
         prompt, most = len(submit.prompt), submit.max_tokens
-        if prompt < 1 or most < (submit.pooling is None) or submit.n < 1:
+        if prompt < 1 or most < 0 or submit.n < 1:
             raise InvalidRequest(
-                f"{prompt} prompt tokens, max_tokens {most}, n {submit.n}: each must be at least 1"
+                f"{prompt} prompt tokens, max_tokens {most}, n {submit.n}: at least 1, 0 and 1"
             )
         if not 0 <= min(submit.prompt) <= max(submit.prompt) < self._capacity.vocab_size:
             raise InvalidRequest(
@@ -149,7 +149,7 @@ class Registry:
                 f"of {longest} tokens",
                 param="max_tokens",
             )
-        computed = max(prompt, total - 1)  # the last token is drawn, not computed
+        computed = max(prompt, total - 1)  # the last token that is drawn is not computed
         kv = self._kv
         if kv.most_held(kv.blocks_for(computed)) > kv.size:
             raise ContextTooLong(
@@ -162,13 +162,13 @@ class Registry:
         """Every open choice ends with "abort". Unknown handles are ignored: it may have ended."""
         request = self._requests.get(owner, {}).get(handle)
         if request is not None:
-            self._end_all(request, "abort", "", "")
+            self._end_all(request, "abort")
 
     def drop_owner(self, owner: int) -> None:
         """The owner is gone: abort its requests and forget what it has not taken."""
         billed_fs = self._meter.billed_fs
         for request in list(self._requests.get(owner, {}).values()):
-            self._end_all(request, "abort", "", "")
+            self._end_all(request, "abort")
         self._meter.unclaimed_fs += self._meter.billed_fs - billed_fs
         self.outbox.discard(owner)
 
@@ -218,6 +218,10 @@ class Registry:
                 self._kv.commit(sequence.table, sequence.tokens, sequence.computed)
         if plan.pools:
             self._pass_vectors(flight, result, now)
+        for sequence in flight.read:
+            if not sequence.ended:
+                sequence.request.first_token_s = sequence.request.last_token_s = now
+                self._end_all(sequence.request, "length")
         for j, sequence in enumerate(flight.drawers, decodes):
             if not sequence.ended:
                 entry = result.logprobs[j] if result.logprobs else None
@@ -417,7 +421,9 @@ class Registry:
         request.error = request.error or error
         self._end(sequence, "error")
 
-    def _end_all(self, request: Request, reason: Reason, error: str, message: str) -> None:
+    def _end_all(
+        self, request: Request, reason: Reason, error: str = "", message: str = ""
+    ) -> None:
         """All open choices end, those not forked yet too."""
         if request.closed:
             return  # ended already, by another of its sequences

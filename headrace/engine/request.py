@@ -14,7 +14,7 @@ draw in flight for a position that is known by then is dropped.
   base      len(tokens) when it was last admitted, or when its grammar last forced tokens: what is
             at or after it was drawn into its row
   room      the token at this position needs another look at memory (or is the last one)
-  limit     prompt + max_tokens; where a vector is asked for, that counts as one token
+  limit     prompt + max_tokens; where nothing is drawn, the end of its last step counts as a token
   claim     blocks that layers with a window may still take for what it brought
   scored    newest prompt token whose log-probability was passed on (0: none; token 0 has none)
   pooled    sum of the hidden states that finished steps have computed since its position 0
@@ -190,9 +190,14 @@ class Request:
         return free and sampling.logprobs < 0
 
     @property
+    def draws(self) -> bool:
+        """Tokens are asked for; else it has ended when its prompt is computed."""
+        return self.submit.max_tokens > 0
+
+    @property
     def unforked(self) -> bool:
-        """Choices 1.. do not exist yet."""
-        return len(self.sequences) < self.submit.n
+        """Choices 1.. do not exist yet. They never will where nothing is drawn."""
+        return self.draws and len(self.sequences) < self.submit.n
 
     @property
     def closed(self) -> bool:

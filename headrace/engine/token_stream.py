@@ -111,7 +111,8 @@ class TokenStream:
         self.said_s: dict[int, float] = {}  # index -> when its newest token came
         self.limits: dict[int, int] = {}  # handle -> max_tokens of its choices
         self.cached_tokens = 0
-        # prompt index -> of its tokens 1, 2, ... as far as they came; complete before any token
+        # prompt index -> of its tokens 1, 2, ... as far as they came; complete before any token or
+        # end
         self.prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.vectors: dict[int, bytes] = {}  # prompt index -> `messages.Vector.values`
 

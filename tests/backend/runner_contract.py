@@ -332,6 +332,25 @@ def unwritten_rows_leave_the_cache_alone(make: MakeRunner) -> None:
     wrong.runner.close()
 
 
+def whole_prompts_may_go_undrawn(make: MakeRunner) -> None:
+    """One that fills the context, and the last token of a cached one, alone and beside another."""
+    prompt, at = (PROMPT * 10)[:MAX_MODEL_LEN], MAX_MODEL_LEN - 1
+    steps = Steps(make())
+    steps.join(0, list(range(MAX_MODEL_LEN // BLOCK_SIZE)), known=prompt)
+    steps.forward(0, prompt, draw_into=())
+    assert steps.run() == []
+    steps.forward(0, prompt[at:], draw_into=(), start=at, written=False)
+    assert steps.run() == []
+    steps.join(1, [25, 26, 27], known=OTHER)
+    steps.forward(1, OTHER)
+    got = steps.run()
+    steps.forward(1, None)
+    steps.forward(0, prompt[at:], draw_into=(), start=at, written=False)
+    got += steps.run() + decode(steps, 1, 3)
+    steps.runner.close()
+    assert got == generate(make, OTHER)[:5]
+
+
 def forks_draw_from_one_row(make: MakeRunner) -> None:
     """n = 3: one forward row, three draws, then copy-on-write of the last block."""
     sampling = Sampling(temperature=1.0, seed=7)
@@ -470,6 +489,7 @@ CONTRACT: list[Callable[[MakeRunner], None]] = [
     known_and_drawn_ids_are_alike,
     tables_grow,
     unwritten_rows_leave_the_cache_alone,
+    whole_prompts_may_go_undrawn,
     forks_draw_from_one_row,
     draws_depend_on_seed_choice_and_position,
     two_steps_may_be_in_flight,

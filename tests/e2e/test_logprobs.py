@@ -237,6 +237,36 @@ def test_scoring_generates_nothing(server: Server, stream: bool) -> None:
     assert len(choice["logprobs"]["tokens"]) == 8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_is_scored_may_fill_the_context(server: Server, stream: bool) -> None:
+    body = {"prompt": [97] * 512, "echo": True, "logprobs": 0, "max_tokens": 0, "n": 2}
+    head = {"content-type": "application/json", "x-headrace-record": "full"}
+    for _ in range(2):
+        if stream:
+            choices = list(merged(streamed(server, "/v1/completions", body)).values())
+        else:
+            status, _, raw = server.request(
+                "POST", "/v1/completions", json.dumps(body).encode(), head
+            )
+            choices, usage = (answer := json.loads(raw))["choices"], answer["usage"]
+            assert (status, usage["completion_tokens"]) == (200, 0)
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 2
+        for choice in choices:
+            assert choice["text"] == "a" * 512
+            assert len(choice["logprobs"]["tokens"]) == 512
+    cached = post(server, "/v1/completions", {"prompt": [97] * 512, "max_tokens": 0, "echo": True})
+    assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] == 512
+    for prompt, most, told in (
+        (513, 0, "the prompt has 513 tokens, but this server holds 512 tokens in all"),
+        (512, 1, "the prompt has 512 tokens and 1 more are asked for, but this server holds"),
+    ):
+        long = {**body, "prompt": [97] * prompt, "max_tokens": most, "stream": stream}
+        status, _, raw = server.request("POST", "/v1/completions", json.dumps(long).encode(), head)
+        error = json.loads(raw)["error"]
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].startswith(told)
+
+
 def test_prompt_logprobs(server: Server) -> None:
     ids = list(b"a prompt of some length")
     for path, body in (

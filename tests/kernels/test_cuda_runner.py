@@ -201,6 +201,12 @@ def scenario(runner: Runner) -> dict[str, list[int]]:
     assert steps.run() == []
     steps.forward(3, [7])
     said["after a chunk that draws nothing"] = steps.run()
+    for row in (0, 1):
+        steps.forward(row, None)
+    steps.forward(3, [7], draw_into=(), start=steps.length[3] - 1, written=False)
+    said["beside a cached prompt that draws nothing"] = steps.run()
+    steps.forward(3, [7], draw_into=(), start=steps.length[3] - 1, written=False)
+    assert steps.run() == []
     for row in (0, 1, 2, 3):
         steps.forward(row, None)
     ahead = steps.launch()
@@ -229,7 +235,7 @@ def test_a_scenario_draws_the_tokens_of_the_cpu(
     assert said == scenario(on_the_cpu(files))
     assert passed == {(1, 1), (4, 4), (8, 4), (10, 4)}, "none of the step that draws nothing"
     ways = {name: count for name, count in runner.counters().items() if name.startswith("steps_")}
-    assert ways == {"steps_alone": 13, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 2}
+    assert ways == {"steps_alone": 15, "steps_mixed": 1, "steps_crowd": 1, "steps_eager": 2}
     runner.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from headrace.asked import DRY_BREAKERS, Sampler, output_tokens
 from headrace.config import load
 from headrace.draws import DEFAULTABLE, Draws, parse_defaults
-from headrace.errors import ConfigError, InvalidRequest
+from headrace.errors import ConfigError, ContextTooLong, InvalidRequest
 from headrace.grammar.asked import StructuredOutputs
 from headrace.messages import Dry, EngineInfo, Lz, Repetition, Rules, Sampling
 from headrace.params import SamplingParams
@@ -141,6 +141,29 @@ def test_min_tokens_over_max_tokens() -> None:
     for asked in (5, None):
         with pytest.raises(InvalidRequest, match="min_tokens = 91"):
             output_tokens(info, 10, asked, "prompt", min_tokens=91)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "told"),
+    [
+        (100, 0, 0),
+        (99, 1, 1),
+        (99, None, 1),
+        (101, 0, "the prompt has 101 tokens, but"),
+        (100, 1, "100 tokens and 1 more are asked for, but"),
+        (100, None, "100 tokens and an answer needs at least 1 more, but"),
+        (50, 51, "50 tokens and 51 more are asked for, but"),
+    ],
+)
+def test_a_prompt_needs_no_room_for_what_is_not_asked(
+    prompt: int, asked: int | None, told: int | str
+) -> None:
+    info = EngineInfo(100, 4, VOCAB, 4, 100)
+    if isinstance(told, int):
+        assert output_tokens(info, prompt, asked, "prompt") == told
+        return
+    with pytest.raises(ContextTooLong, match=f"{told} this server holds 100 tokens in all"):
+        output_tokens(info, prompt, asked, "prompt")
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -114,10 +114,10 @@ class EngineMachine(RuleBasedStateMachine):
             shared = shape.randrange(0, max(1, pool_tokens // 2))
             own = [shape.randrange(3) for _ in range(shape.randrange(4))]
             prompt = SHARED[:shared] + own or [7]
-            most = max(1, pool_tokens - len(prompt) + (shape.random() < 0.05) * 5)
+            most = max(0, pool_tokens - len(prompt) + (shape.random() < 0.05) * 5)
             self.rig.submit(
                 prompt,
-                shape.randint(1, min(30, most)),
+                shape.randint(0, min(30, most)),
                 owner,
                 sampling=sampling,
                 n=shape.choice([1, 1, 1, min(2, self.rig.engine.scheduler.rows), 3]),

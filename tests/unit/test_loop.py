@@ -14,7 +14,7 @@ from headrace.engine.loop import Engine
 from headrace.engine.protocol import StepCost
 from headrace.engine.stats import StepTimes
 from headrace.kv.cache import KVCache
-from headrace.messages import Done, Sampling, StepPlan, Submit
+from headrace.messages import Done, Rules, Sampling, StepPlan, Submit
 from tests.unit.engine_rig import GREEDY, LOOPS, Rig
 
 
@@ -185,7 +185,9 @@ def test_what_can_never_run_is_refused_at_once_with_both_numbers() -> None:
         (30, {"max_tokens": 4}, "context_length_exceeded", "= 34 exceed the KV cache of 32 tokens"),
         (4, {"n": 3}, "invalid_request", "n = 3 is over 2"),
         (0, {}, "invalid_request", "0 prompt tokens"),
-        (4, {"max_tokens": 0}, "invalid_request", "max_tokens 0"),
+        (4, {"max_tokens": -1}, "invalid_request", "max_tokens -1"),
+        (64, {"max_tokens": 0}, "context_length_exceeded", "= 64 exceed the KV cache of 32 tokens"),
+        (65, {"max_tokens": 0}, "context_length_exceeded", "65 prompt tokens + max_tokens 0 = 65"),
         (4, {"n": 0}, "invalid_request", "n 0"),
     ]
     for prompt, fields, _, _ in cases:
@@ -198,10 +200,46 @@ def test_what_can_never_run_is_refused_at_once_with_both_numbers() -> None:
         assert text in done.message
     assert [done.error for done in told[-2:]] == ["invalid_request"] * 2
     assert "the vocabulary has 259" in told[-1].message
-    assert rig.engine.stats().finished["refused"] == 8
+    assert rig.engine.stats().finished["refused"] == 10
     rig.submit(30, 3)  # 32 tokens are computed: it fits exactly
+    rig.submit(32, 0)  # so it does where none is drawn
     rig.run()
-    assert rig.dones[0, 9].error == ""
+    assert rig.dones[0, 11].error == rig.dones[0, 12].error == ""
+    rig.check_idle()
+
+
+@LOOPS
+def test_where_nothing_is_drawn_a_prompt_may_fill_the_context(overlap: bool) -> None:
+    rig = Rig(blocks=17, block_size=4, rows=2, max_model_len=64, overlap=overlap)
+    prompt = [i % 7 for i in range(64)]
+    scored = rig.submit(prompt, 0, n=2, prompt_logprobs=0)  # of two choices one has rows
+    kept = rig.submit(prompt, 0)
+    rig.run()
+    rig.check_tokens()
+    assert not rig.tokens
+    assert not any(plan.draw_from for plan in rig.plans)
+    assert len(rig.prompts[0, scored]) == 63
+    assert {key: end.reason for key, end in rig.ends.items()} == {
+        (0, scored, 0): "length",
+        (0, scored, 1): "length",
+        (0, kept, 0): "length",
+    }
+    again = rig.submit([*prompt[:62], 8], 1)  # what was computed is in the cache
+    rig.run()
+    assert rig.dones[0, again].cached_tokens == 60
+    assert rig.dones[0, kept].output_tokens == 0
+    stats = rig.engine.stats()
+    assert (stats.generation_tokens, stats.finished["length"]) == (1, 3)
+    rig.check_idle()
+
+
+@LOOPS
+def test_rules_that_leave_no_token_are_no_matter_where_none_is_drawn(overlap: bool) -> None:
+    rig = Rig(overlap=overlap)
+    none = Sampling(temperature=0.0, rules=Rules(allowed=[5], banned=[5]))
+    rig.submit(6, 0, sampling=none, prompt_logprobs=1)
+    rig.run()
+    assert rig.dones[0, 1].error == ""
     rig.check_idle()
 
 

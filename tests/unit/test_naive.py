@@ -137,6 +137,15 @@ def test_requests_run_in_order_and_to_their_ends(made: Any) -> None:
     assert (stats.generation_tokens, stats.prompt_tokens) == (13, 4)
 
 
+def test_where_no_token_is_asked_for_nothing_is_generated(made: Any) -> None:
+    client, generator = made()
+    client.engine.submit(1, Submit(5, [1] * 64, 0, n=2))
+    client.drain()
+    assert (client.tokens, generator.calls) == ({}, [])
+    assert [client.ends[1, 5, choice].reason for choice in range(2)] == ["length"] * 2
+    assert client.dones[1, 5].output_tokens == 0
+
+
 def test_tokens_come_one_by_one(made: Any) -> None:
     client, generator = made(paced=True)
     client.engine.submit(1, Submit(1, [1], 3))
