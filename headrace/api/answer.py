@@ -101,7 +101,9 @@ class Answer:
         self._eos_ids = frozenset(service.eos_ids)
         grammar = prepared.jobs[0].grammar
         form = grammar.kind if grammar is not None else ""
-        make = hooked_parser(service.hooks, prepared.parser, form, prepared.documents)
+        make = hooked_parser(
+            service.hooks, prepared.parser, form, prepared.documents, prepared.tools
+        )
         self.choices = [
             Choice(
                 position * prepared.drawn + sample,

@@ -5,7 +5,7 @@ Without a hook that looks at answers there is none of this: see `hooked_parser`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,16 +18,20 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 def hooked_parser(
-    hooks: Hooks, inner: Callable[[], Parser] | None, form: str, documents: Documents
+    hooks: Hooks,
+    inner: Callable[[], Parser] | None,
+    form: str,
+    documents: Documents,
+    tools: Collection[str] = (),
 ) -> Callable[[], Parser] | None:
     """What makes the parser of a choice; `inner` itself where no hook looks at its text.
 
-    form: of structured output, as `Check.applies` has it.
+    form: of structured output, as `Check.applies` has it. tools: names that the request brought.
     """
     checks = [check for check in hooks.check if check.applies(form)]
     if not hooks.filter and not checks and not (hooks.cite and documents):
         return inner
-    return lambda: Hooked(hooks, inner() if inner else None, checks, documents)
+    return lambda: Hooked(hooks, inner() if inner else None, checks, documents, tools)
 
 
 class Hooked:
@@ -38,9 +42,15 @@ class Hooked:
     """
 
     def __init__(
-        self, hooks: Hooks, inner: Parser | None, checks: Sequence[Check], documents: Documents
+        self,
+        hooks: Hooks,
+        inner: Parser | None,
+        checks: Sequence[Check],
+        documents: Documents,
+        tools: Collection[str],
     ) -> None:
         self._hooks, self._inner, self._checks, self._documents = hooks, inner, checks, documents
+        self._tools = frozenset(tools)
         self._streams: list[FilterStream] = []  # of the run of text that is open
         self._run: Part | None = None  # its last part
         self._content: list[str] = []  # kept for checks and citations
@@ -97,13 +107,24 @@ class Hooked:
                 break
             if isinstance(part, Call):
                 self._calls = True
-                out.append(part)
+                out += self._named(part)
                 continue
             if self._run is None:
                 self._streams = [one.open() for one in self._hooks.filter]
             self._run = part
             out += self._through(part.text, last=False)
         return out
+
+    def _named(self, call: Call) -> list[Part]:
+        """A call; its name goes through the filters too, as a run of its own, unless the request
+        brought it. One of whose name a filter leaves nothing cannot be made, and ends the answer.
+        """
+        if not self._hooks.filter or call.name in self._tools:
+            return [call]
+        self._streams = [one.open() for one in self._hooks.filter]
+        name = self._filter(call.name, last=True)
+        self.stopped |= not name
+        return [] if self.stopped else [msgspec.structs.replace(call, name=name)]
 
     def _close(self) -> list[Part]:
         """The end of a run of text of one kind: what its filters hold back."""
@@ -112,6 +133,18 @@ class Hooked:
         return out
 
     def _through(self, text: str, *, last: bool) -> list[Part]:
+        """More of the open run, through the filters."""
+        text = self._filter(text, last=last)
+        assert self._run is not None, "a run is open"
+        if not text:
+            return []
+        if isinstance(self._run, Text) and self._keeps:
+            self._content.append(text)
+            if self._checks:
+                return []
+        return [msgspec.structs.replace(self._run, text=text)]
+
+    def _filter(self, text: str, *, last: bool) -> str:
         """Text through the filters, in their order. Where one stops, what the next gets ends."""
         for stream in self._streams:
             piece = stream.feed(text) if text else Piece()
@@ -122,14 +155,7 @@ class Hooked:
                 rest = stream.flush()
                 text += rest.text
                 self.stopped |= rest.stop
-        assert self._run is not None, "a run is open"
-        if not text:
-            return []
-        if isinstance(self._run, Text) and self._keeps:
-            self._content.append(text)
-            if self._checks:
-                return []
-        return [msgspec.structs.replace(self._run, text=text)]
+        return text
 
 
 def annotated(citations: Sequence[Citation], documents: Documents) -> list[dict[str, Any]]:

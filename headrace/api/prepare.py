@@ -72,6 +72,7 @@ class Prepared(msgspec.Struct, frozen=True):
     min_tokens: int = 0  # stop strings that are complete before as many tokens do not count
     user: str = ""  # the caller's own name for who asks
     parser: Callable[[], Parser] | None = None  # one for each choice; None: its text is all text
+    tools: frozenset[str] = frozenset()  # names that the request gave to its tools
     kept: frozenset[int] = frozenset()  # special tokens that the parser must see as text
     labels: dict[str, float] = {}  # from moderation, for the response's header
     documents: list[dict[str, Any]] = []  # that the answer may cite
@@ -142,6 +143,7 @@ async def prepare_chat(
     return msgspec.structs.replace(
         prepared,
         parser=parser,
+        tools=frozenset(tool.function.name for tool in request.tools or ()),
         kept=service.dialect.kept if parser is not None else frozenset(),
         labels=labels,
         documents=request.documents or [],

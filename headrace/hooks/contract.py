@@ -44,8 +44,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class FilterStream(Protocol):
-    """A feed/flush machine over one run of text: the content, the reasoning, or the arguments of
-    one tool call of one choice. How the text is cut may not matter: hold back what is undecided."""
+    """A feed/flush machine over one run of text of one choice: the content, the reasoning, the
+    arguments of one tool call, or the name of a tool that the model made up. How the text is cut
+    may not matter: hold back what is undecided."""
 
     def feed(self, text: str) -> Piece:
         """More text. After a `stop` nothing more is fed, and `flush` is not called."""

@@ -78,6 +78,34 @@ def test_a_filter_ends_an_answer_and_the_engine_with_it(server: Server) -> None:
     server.wait_idle()
 
 
+@pytest.mark.parametrize(
+    ("name", "told", "finish"),
+    [
+        ("my secret", "my ***", "tool_calls"),
+        ("old name", "NEW", "tool_calls"),
+        ("halt now", None, "content_filter"),
+        ("secret", "secret", "tool_calls"),  # the client's own
+    ],
+)
+def test_the_name_of_a_tool_that_nobody_offered_is_filtered(
+    server: Server, name: str, told: str | None, finish: str
+) -> None:
+    text = f'Go.\n<tool_call>\n{{"name": "{name}", "arguments": {{"a": "secret"}}}}\n</tool_call>'
+    body = forced("", tools=[{"type": "function", "function": {"name": "secret"}}])
+    body["structured_outputs"] = {"regex": re.escape(text).replace("\\\n", "\\n")}
+    _, answer = server.post(CHAT, body)
+    choice = answer["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Go.", finish)
+    calls = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    assert calls == ([{"name": told, "arguments": '{"a": "***"}'}] if told is not None else [])
+    names = ""
+    for chunk in events(server.request("POST", CHAT, {**body, "stream": True})[2])[:-1]:
+        for call in chunk["choices"][0]["delta"].get("tool_calls", []):
+            names += call["function"].get("name", "")
+        last = chunk["choices"][0]["finish_reason"]
+    assert (names, last) == (told or "", finish)
+
+
 def test_tokens_would_show_what_is_hidden(server: Server) -> None:
     for path, body, param in (
         (CHAT, {**forced("x"), "logprobs": True}, "logprobs"),

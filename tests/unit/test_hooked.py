@@ -68,10 +68,10 @@ class First:
 
 
 class Marks:
-    """Tells apart: <reasoning>, {arguments of a call}, text."""
+    """Tells apart: <reasoning>, {name:arguments of a call}, text."""
 
     def __init__(self) -> None:
-        self._mode, self.calls = "", 0
+        self._mode, self._name, self.calls = "", "", 0
 
     thinking = may_think = False
 
@@ -82,10 +82,13 @@ class Marks:
     def feed(self, text: str) -> list[Part]:
         out: list[Part] = []
         for char in text:
-            if char == "{":
-                out.append(Call(self.calls, f"id{self.calls}", "f"))
-                self.calls += 1
-            if char in "<>{}":
+            if self._mode == "{":
+                self._name += char if char != ":" else ""
+                if char == ":":
+                    out.append(Call(self.calls, f"id{self.calls}", self._name))
+                    self._mode, self._name = ":", ""
+                    self.calls += 1
+            elif char in "<>{}":
                 self._mode = char if char in "<{" else ""
             elif self._mode == "<":
                 out.append(Reasoning(char))
@@ -125,7 +128,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("filters", FILTERS)
 @settings(max_examples=25)
-@given(text=st.text("ab c<>{}", max_size=30), data=st.data())
+@given(text=st.text("ab c<>{}:", max_size=30), data=st.data())
 def test_the_cut_never_matters(filters: list[Any], text: str, data: st.DataObject) -> None:
     for inner in (None, Marks):
         make = hooked_parser(hooks(filter=filters), inner, "", [])
@@ -141,11 +144,36 @@ def test_the_cut_never_matters(filters: list[Any], text: str, data: st.DataObjec
 def test_kinds_are_filtered_apart() -> None:
     make = hooked_parser(hooks(filter=[Words(ab="*")]), Marks, "", [])
     assert make is not None
-    parts, parser = run(make, ["a<b ab>b {ab}ab"])
+    parts, parser = run(make, ["a<b ab>b {fa:b ab}ab"])
     assert parts == [
-        Text("a"), Reasoning("b *"), Text("b "), Call(0, "id0", "f"), Arguments(0, "*"), Text("*"),
+        Text("a"), Reasoning("b *"), Text("b "),
+        Call(0, "id0", "fa"), Arguments(0, "b *"), Text("*"),
     ]  # fmt: skip
     assert parser.called
+
+
+@pytest.mark.parametrize(
+    ("said", "parts", "stopped"),
+    [
+        ("{my ab:x}", [Call(0, "id0", "my *"), Arguments(0, "x")], False),
+        ("{ab:x}{ab:ab}", [
+            Call(0, "id0", "*"), Arguments(0, "x"), Call(1, "id1", "*"), Arguments(1, "*"),
+        ], False),
+        ("a{own ab:x}", [Text("a"), Call(0, "id0", "own ab"), Arguments(0, "x")], False),
+        ("a{an end:x}b", [Text("a")], True),  # within a name: there is no call
+        ("a{own ab:x}{no:x}b", [Text("a"), Call(0, "id0", "own ab"), Arguments(0, "x")], True),
+    ],
+)  # fmt: skip
+def test_names_that_a_model_makes_up_are_filtered(
+    said: str, parts: list[Part], stopped: bool
+) -> None:
+    """And the client's own are not."""
+    filters = [Words(ab="*", end="!stop"), Words(no="")]
+    make = hooked_parser(hooks(filter=filters), Marks, "", [], ["own ab"])
+    assert make is not None
+    for pieces in ([said], list(said)):
+        told, parser = run(make, pieces)
+        assert (told, parser.stopped) == (parts, stopped)
 
 
 def test_a_stop_ends_it_with_what_came_before() -> None:
