@@ -18,6 +18,7 @@ from headrace.api.connection import CYCLE
 from headrace.api.errors import response_of
 from headrace.api.exchange import Exchange, Exchanges
 from headrace.api.keys import Keys
+from headrace.api.recorder import HEADER as RECORD
 from headrace.api.recorder import Recorder
 from headrace.api.seats import Seats
 from headrace.api.spans import begin_trace, end_trace
@@ -163,7 +164,8 @@ class Edge:
         elif (context := trace_context(scope["headers"])) is not None:
             exchange.trace_id = context.id
         if seated and self._recorder is not None:
-            exchange.record = self._recorder.open(exchange, headers)
+            admin = RECORD in headers and self._keys.is_admin(headers)
+            exchange.record = self._recorder.open(exchange, headers, admin=admin)
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         if not self._keys.admit(headers):

@@ -31,7 +31,8 @@ MOST_SAME = 50  # of an id, named beside the one that is told
 class Recorder:
     """`count` light records, and as many full ones as `full_bytes` hold; older ones go.
 
-    count = 0: none of either is kept. offers_full: requests may be recorded in full. always: a
+    count = 0: none of either is kept. offers_full: requests may be recorded in full. filtered:
+    answers are changed before they are sent, so only admins may have what the model said. always: a
     record is made of every request, kept or not.
     """
 
@@ -42,20 +43,24 @@ class Recorder:
         full_bytes: int,
         *,
         offers_full: bool,
+        filtered: bool = False,
         always: bool = False,
     ) -> None:
         self._model, self._count, self._most_bytes = model, count, full_bytes
         self._offers_full = offers_full and count > 0
-        self._always = always
+        self._filtered, self._always = filtered, always
         self._process, self._numbers = secrets.token_hex(4), itertools.count()  # in names
         self._light: deque[Record] = deque(maxlen=count)  # oldest first
         self._full: deque[Record] = deque()
         self._running: Counter[str] = Counter()  # full ones, by API key
 
-    def open(self, caller: Caller, headers: Mapping[bytes, bytes]) -> Record | None:
-        """A request of the model came. Raises InvalidRequest for what the header asks in vain."""
+    def open(
+        self, caller: Caller, headers: Mapping[bytes, bytes], *, admin: bool = False
+    ) -> Record | None:
+        """A request of the model came; admin: from one. Raises InvalidRequest for what the header
+        asks in vain."""
         if (asked := headers.get(HEADER)) is not None:
-            return self._open_full(caller, asked)
+            return self._open_full(caller, asked, admin=admin)
         if not self._count and not self._always:
             return None
         record = self._new(caller, None)
@@ -65,7 +70,7 @@ class Recorder:
     def _new(self, caller: Caller, full: Full | None) -> Record:
         return Record(caller, self._model, f"{self._process}{next(self._numbers):x}", full)
 
-    def _open_full(self, caller: Caller, asked: bytes) -> Record:
+    def _open_full(self, caller: Caller, asked: bytes, *, admin: bool) -> Record:
         if asked != FULL:
             raise InvalidRequest("X-Headrace-Record can be full", param="X-Headrace-Record")
         if not self._offers_full:
@@ -73,14 +78,16 @@ class Recorder:
                 "this server records no requests in full: it runs with --no-ui or --record-count 0",
                 param="X-Headrace-Record",
             )
-        others = ""
-        if caller.key and self._running[caller.key] >= MOST_FULL_A_KEY:
-            others = f"{MOST_FULL_A_KEY} others of this key"
+        recorded, why = "were being recorded in full", ""
+        if self._filtered and not admin:
+            why = "a filter changes what this server sends, and a full one would show it"
+        elif caller.key and self._running[caller.key] >= MOST_FULL_A_KEY:
+            why = f"{MOST_FULL_A_KEY} others of this key {recorded}"
         elif self._running.total() >= MOST_FULL:
-            others = f"{MOST_FULL} others"
-        if others:
+            why = f"{MOST_FULL} others {recorded}"
+        if why:
             record = self._new(caller, None)
-            record.note = f"a light record: {others} were being recorded in full"
+            record.note = f"a light record: {why}"
             self._light.append(record)
             return record
         record = self._new(caller, Full())

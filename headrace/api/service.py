@@ -91,10 +91,10 @@ class Service:
         )
         self.folder = folder
         self.streams = Streams(worker, settings.stream_resume_s, settings.stream_resume_bytes)
+        self.hooks = load_hooks(settings.hook)
         self._record(metrics, worker)
         self.live = Live(client, metrics.reading)
         self.watchers = 0  # of `live`
-        self.hooks = load_hooks(settings.hook)
         self._seeds = random.Random(f"{settings.seed}/{worker}" if settings.seed else None)
 
     def _record(self, metrics: ApiMetrics, worker: int) -> None:
@@ -108,6 +108,7 @@ class Service:
             settings.record_count,
             settings.record_bytes,
             offers_full=settings.ui,
+            filtered=bool(self.hooks.filter),
             always=self.tracer is not None,
         )
 

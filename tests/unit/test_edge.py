@@ -90,6 +90,24 @@ async def test_while_loading(http: httpx.AsyncClient) -> None:
     assert (await http.post("/tokenize", json={"prompt": "ab"})).json()["count"] == 2
 
 
+async def test_who_may_have_what_a_filter_hides_recorded(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("secret")
+    filters = (f"filter=words:{tmp_path / 'words'}",)
+    for hook, full in ((filters, [False, True]), ((), [True, True])):
+        settings = Settings(api_key=("user",), admin_key=("root",), hook=hook)
+        metrics = ApiMetrics("fake", CollectorRegistry())
+        card, tokenizer = read_card(FILES), load_tokenizer(FILES)
+        service = Service(settings, "fake", card, tokenizer, EngineClient(Path()), metrics)
+        app: Any = create_app(service, Exchanges(60, 15, lambda: None))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for key in ("user", "root"):
+                head = {"x-api-key": key, "x-headrace-record": "full", "x-request-id": key}
+                await client.post("/v1/chat/completions", json=BODY, headers=head)
+        found = {record.id: record.full is not None for record in service.recorder.newest(2, "")}
+        assert [found["user"], found["root"]] == full
+
+
 async def test_back_to_a_stream_needs_no_seat(service: Service) -> None:
     service.settings = Settings(stream_resume_s=5)
     service.streams = Streams(0, 5.0, 4096)

@@ -107,6 +107,16 @@ def test_one_key_leaves_room_for_others() -> None:
     assert opened(recorder, "again", full=True, key="a").full is not None
 
 
+def test_what_a_filter_hides_is_recorded_for_admins_alone() -> None:
+    recorder = Recorder("m", 100, 10**6, offers_full=True, filtered=True)
+    light = opened(recorder, "a", full=True, key="a")
+    assert light.full is None
+    assert "a filter" in light.whole()["note"]
+    full = recorder.open(caller("b", "b"), FULL, admin=True)
+    assert full is not None
+    assert full.full is not None
+
+
 @pytest.mark.parametrize(
     ("recorder", "value"),
     [
