@@ -238,6 +238,19 @@ HELP: Mapping[str, str] = {
 }
 assert set(HELP) == set(Settings.__struct_fields__), "every setting needs one help line"
 
+# Read by the server's processes and by no engine: without effect where an engine runs alone.
+SERVING = frozenset({
+    "host", "port", "served_model_name", "api_workers", "api_key", "admin_key", "ui",
+    "api_timeout_s", "engine_timeout_s", "shutdown_timeout_s", "stall_timeout_s",
+    "receive_timeout_s", "keepalive_s", "request_timeout_s", "first_token_timeout_s",
+    "max_body_bytes", "max_streams", "max_n", "max_schema_bytes", "strict", "cors_origin",
+    "response_store_count", "response_store_bytes", "response_store_ttl_s", "record_count",
+    "record_bytes", "stream_resume_s", "stream_resume_bytes", "hook", "hook_timeout_s", "restart",
+    "trust_request_chat_template", "tool_parser", "reasoning_parser", "usage_log",
+    "usage_fsync_s", "usage_details", "prices", "otlp_endpoint", "trace_ratio", "telemetry_s",
+    "log_level",
+})  # fmt: skip
+
 
 class Resolved(msgspec.Struct, Generic[T], frozen=True):
     """A value that was `auto`, and why it is what it is."""

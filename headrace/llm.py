@@ -23,7 +23,7 @@ from headrace.asked import Sampler, output_tokens
 from headrace.beams import Beam, BeamRules, BeamSearch
 from headrace.completion import Choice, Completion, Job
 from headrace.draws import parse_defaults
-from headrace.errors import EngineDead, InvalidRequest, RequestFailed, by_code
+from headrace.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed, by_code
 from headrace.grammar.asked import of_structured
 from headrace.grammar.check import Checker
 from headrace.load_bar import LoadBar
@@ -57,8 +57,9 @@ class LLM:
     Args:
         model: as `headrace serve` takes it: a GGUF file, a folder, hf:owner/name, pypi:package;
             empty for the default model.
-        settings: any setting of `headrace serve` by its name, such as max_num_seqs=8. HEADRACE_*
-            variables hold for those not given here. An `itl_target_ms` of auto is no limit here:
+        settings: a setting of `headrace serve` by its name, such as max_num_seqs=8, but for those
+            that its HTTP side alone reads, which are refused. HEADRACE_* variables hold for those
+            not given here. An `itl_target_ms` of auto is no limit here:
             nobody waits for single tokens, so prompts go as fast as they can, and a step that they
             fill is theirs alone.
 
@@ -66,6 +67,9 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **settings: Any) -> None:
+        if idle := [key for key in settings if key in config.SERVING]:
+            why = "it is for `headrace serve`, and an LLM serves nobody"
+            raise ConfigError(f"{idle[0]} would change nothing: {why}", param=idle[0])
         given = {"model": model, **settings} if model else settings
         self.settings, _ = config.load(given)
         unhurried = self.settings.itl_target_ms == "auto"

@@ -299,6 +299,22 @@ def test_settings_are_checked() -> None:
         LLM(backend="fake", max_num_seqs=-1)
 
 
+@pytest.mark.parametrize("given", [{"port": 8000}, {"seed": 1, "api_key": ("secret",)}])
+def test_what_only_a_server_has_a_use_for_is_refused(given: dict[str, Any]) -> None:
+    """Its default too: whoever gives it expects something of it."""
+    name = list(given)[-1]
+    with pytest.raises(ConfigError, match=f"^{name} would change nothing: .*headrace serve") as why:
+        LLM(backend="fake", **given)
+    assert why.value.param == name
+    assert "secret" not in why.value.message
+
+
+def test_settings_of_a_server_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_PORT", "8080")
+    with LLM(backend="fake") as made:
+        assert made.settings.port == 8080
+
+
 def test_closed(llm: LLM) -> None:
     llm.close()
     llm.close()

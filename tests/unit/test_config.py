@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+import headrace.config
 from headrace.cli.main import cli
-from headrace.config import Settings, Source, load, parse_bytes, refuse
+from headrace.config import SERVING, Settings, Source, load, parse_bytes, refuse
 from headrace.errors import ConfigError
 
 
@@ -187,6 +190,39 @@ def test_what_would_be_ignored_is_refused() -> None:
     with pytest.raises(ConfigError, match="this engine cannot honour threads = 3") as caught:
         refuse(Settings(threads=3), "this engine", ("dtype", "threads"))
     assert caught.value.param == "threads"
+
+
+def _read(path: Path, functions: set[str] | None = None) -> set[str]:
+    """Settings that a file reads, or those functions of it and what they call there."""
+    tree = ast.parse(path.read_text())
+    own = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    open_ = [own[name] for name in functions or ()]
+    parts: list[ast.AST] = [tree] if functions is None else []
+    while open_:
+        parts.append(part := open_.pop())
+        called = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}
+        open_ += [own[name] for name in called & own.keys() if own[name] not in parts + open_]
+    found = set()
+    for node in itertools.chain.from_iterable(map(ast.walk, parts)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            found |= {node.attr} if owner.endswith("settings") else set()
+    return found
+
+
+def test_what_only_a_server_reads_is_all_that_no_engine_reads() -> None:
+    package = Path(headrace.config.__file__).parent
+    files = [package / "llm.py", package / "bench/naive.py"]
+    for part in ("engine", "runner", "backends", "kv", "sampling"):
+        files += (package / part).rglob("*.py")
+    of_server = {package / f"engine/{name}.py" for name in ("server", "client")}
+    read = _read(package / "launch.py", {"find_model", "build_engine"})
+    for path in set(files) - of_server:
+        read |= _read(path)
+    # `find_model` gives the model its name for answers over HTTP, `backends.choose` counts
+    # processes.
+    read -= {"served_model_name", "api_workers"}
+    assert {*Settings.__struct_fields__} - read == SERVING
 
 
 @pytest.mark.parametrize(
