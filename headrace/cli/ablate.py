@@ -18,6 +18,7 @@ from headrace.bench.figure import check_installed
 from headrace.bench.lengths import FORMS
 from headrace.bench.techniques import Load, Row, arguments, rows_of
 from headrace.bench.workload import Workload
+from headrace.cli.alone import Tied, refuse_alone
 from headrace.cli.bench import FILE, LengthType
 from headrace.cli.child_server import ChildServer
 from headrace.config import Settings
@@ -72,8 +73,7 @@ def command(
     **load: Any,
 ) -> None:
     """Serve the same requests again and again, each time with one more technique switched on."""
-    if plot:
-        _check_plot(out)
+    _check_plot(out, plot=plot)
     try:
         from headrace.bench import ablate
         from headrace.bench.report import conditions
@@ -84,6 +84,7 @@ def command(
     sizes = Load(sequences=concurrency, max_model_len=max_model_len, whole=whole)
     rows, fixed = rows_of(backend, sizes)
     rows = _chosen(rows, only)
+    refuse_alone(click.get_current_context(), _pairs(load["prefixes"], rows))
     console = Console(width=None if Console().is_terminal else 120)
     work = Workload(nonce=secrets.token_hex(4), **_prompts(prompt, model, backend, console), **load)
 
@@ -159,10 +160,20 @@ def _server(flags: list[str]) -> ChildServer:
         raise SetupError("\n".join([error.message, *said])) from None
 
 
-def _check_plot(out: Path | None) -> None:
-    if not out:
+def _pairs(prefixes: int, rows: list[Row]) -> list[Tied]:
+    """Flags that have an effect beside others alone."""
+    pooled = any("kv_blocks" in row.settings for row in rows)
+    return [
+        Tied("prefix_tokens", prefixes > 0, "without --prefixes"),
+        Tied("whole", pooled, "beside --only naive, which has no KV pool"),
+    ]
+
+
+def _check_plot(out: Path | None, *, plot: bool) -> None:
+    if plot and not out:
         raise ConfigError("--plot needs --out, beside which it writes", param="plot")
-    check_installed()
+    if plot:
+        check_installed()
 
 
 def _versions() -> dict[str, str]:

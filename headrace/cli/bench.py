@@ -262,7 +262,22 @@ def _pairs(asked: dict[str, Any]) -> list[Tied]:
         Tied("zipf", asked["prefixes"] > 1, "without several --prefixes"),
         Tied("think", asked["turns"] > 1 or asked["fan_out"] > 0, "without --turns or --fan-out"),
         Tied("schema", asked["structured"] > 0, "without --structured"),
+        Tied("ignore_eos", asked["structured"] < 1, "beside --structured 1: schemas end answers"),
+        Tied("seed", _draws(asked), "beside --single-prompt, where nothing is drawn"),
+        Tied(
+            "name",
+            bool(asked["out"] or asked["html"] or asked["plot"]),
+            "without --out, --html or --plot",
+        ),
     ]
+
+
+def _draws(asked: dict[str, Any]) -> bool:
+    """Something of the run goes by its seed: words, lengths, arrivals, shares or pauses."""
+    even = not (asked["rate"] or asked["sweep"]) or asked["burstiness"] == 0
+    shares = 0 < asked["structured"] < 1 or asked["cancel"] > 0
+    lengths = isinstance(asked["max_tokens"], Lengths)
+    return not asked["single_prompt"] or lengths or shares or asked["think"] > 0 or not even
 
 
 def base_of(url: str) -> str:
@@ -290,6 +305,8 @@ def command(context: click.Context, /, **asked: Any) -> None:
         raise ConfigError("--trace has its own times", param="trace")
     if asked["sweep"] and asked["rate"]:
         raise ConfigError("--sweep finds its rates itself", param="rate")
+    if asked["sweep"] and len(asked["concurrency"] or ()) > 1:
+        raise ConfigError("--sweep takes one --concurrency, the most it tries", param="concurrency")
     refuse_alone(context, _pairs(asked))
     streamed = sorted(STREAMED & dict(asked["slo"]).keys())
     if streamed and not asked["stream"]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from headrace.cli.alone import Tied, refuse_alone
 from headrace.cli.remote import Remote
 from headrace.errors import HeadraceError, SetupError
 
@@ -116,10 +117,20 @@ def _server(url: str, model: str, api_key: str) -> Iterator[Remote]:
 @click.option("--max-tokens", type=click.IntRange(1), default=None, help="longest answer")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=None)
 @click.option("--seed", type=int, default=None)
+@click.pass_context
 def command(
-    prompt: str | None, url: str, model: str, api_key: str, system: str, **fields: Any
+    context: click.Context,
+    /,
+    prompt: str | None,
+    url: str,
+    model: str,
+    api_key: str,
+    system: str,
+    **fields: Any,
 ) -> None:
     """Chat with a model. With PROMPT, or text piped in, answer once and leave."""
+    drawn = fields["temperature"] != 0
+    refuse_alone(context, [Tied("seed", drawn, "beside --temperature 0, where nothing is drawn")])
     piped = "" if sys.stdin.isatty() else sys.stdin.read()
     question = "\n\n".join(part for part in (prompt, piped.strip()) if part)
     if not question and not sys.stdin.isatty():

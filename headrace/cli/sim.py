@@ -8,6 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from headrace.cli.alone import Tied, refuse_alone
 from headrace.errors import ConfigError
 from headrace.gateway.policy import POLICIES
 from headrace.gateway.view import Knobs
@@ -19,6 +20,8 @@ from headrace.sim.router import IN_ORDER
 from headrace.sim.run import Fleet
 from headrace.sim.sweep import Study, markdown, own_load, save, sweep, table
 from headrace.sim.workload import Workload, load_trace, save_trace
+
+DRAWING = {"random", "p2c"}  # policies that go by `Ask.draw`
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):
@@ -69,7 +72,9 @@ class Names(click.ParamType[tuple[str, ...]]):
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; .md beside it")
 @click.option("--plot/--no-plot", default=False, help=".svg and .png beside --out")
 @click.option("--save-trace", type=click.Path(dir_okay=False, path_type=Path), help="and no run")
+@click.pass_context
 def command(
+    context: click.Context,
     trace: Path | None,
     workload: str | None,
     requests: int | None,
@@ -89,6 +94,7 @@ def command(
     save_trace: Path | None,
 ) -> None:
     """Run a workload through the gateway's policies over modelled workers. No GPU, no network."""
+    refuse_alone(context, _pairs(context.params))
     if plot and not out:
         raise ConfigError("--plot needs --out, beside which it writes", param="plot")
     if plot:
@@ -96,6 +102,10 @@ def command(
     if kv_blocks and pressure:
         raise ConfigError("--kv-blocks and --pressure both set the cache", param="pressure")
     asked = _workload(trace, workload, requests, seed)
+    weighed = "token_cost" in _bare(policy) or (
+        "session" in _bare(policy) and not all(one.session for one in asked.requests)
+    )
+    refuse_alone(context, [Tied("affinity", weighed, "without the policy token_cost")])
     if prompts_only:
         asked = asked.prompts_only()
     if save_trace:
@@ -119,6 +129,26 @@ def command(
     if out:
         _write(Study.of(asked, fleet, knobs, seed, points), out, plot)
         console.print(f"written: {out}")
+
+
+def _pairs(asked: dict[str, Any]) -> list[Tied]:
+    """Flags that have an effect beside others alone."""
+    runs = not asked["save_trace"]
+    draws = runs and bool(DRAWING & _bare(asked["policy"]))
+    return [
+        Tied(
+            "device workers routers kv_blocks policy speed load pressure affinity out plot",
+            runs,
+            "beside --save-trace, which runs nothing",
+        ),
+        Tied("speed", not asked["load"], "beside --load, which sets it"),
+        Tied("seed", not asked["trace"] or draws, "beside --trace without a policy that draws"),
+    ]
+
+
+def _bare(policies: tuple[str, ...]) -> set[str]:
+    """Their names, whatever the order of equal workers."""
+    return {name.removesuffix(IN_ORDER) for name in policies}
 
 
 def _write(study: Study, out: Path, plot: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -35,6 +37,11 @@ def refused(command: str) -> ConfigError:
         ("--prefixes 1 --zipf 1", "--zipf changes nothing without several --prefixes"),
         ("--think 1", "--think changes nothing without --turns or --fan-out"),
         ("--schema x", "--schema changes nothing without --structured"),
+        ("--structured 1 --no-ignore-eos", "--ignore-eos changes nothing beside --structured 1"),
+        ("--single-prompt x --seed 3", "--seed changes nothing beside --single-prompt"),
+        ("--single-prompt x --rate 2 --burstiness 0 --seed 3", "--seed changes nothing beside"),
+        ("--name x --requests-out y", "--name changes nothing without --out, --html or --plot"),
+        ("--sweep 3 --concurrency 4,8", "--sweep takes one --concurrency"),
     ],
 )
 def test_bench(flags: str, named: str) -> None:
@@ -49,7 +56,12 @@ def test_bench(flags: str, named: str) -> None:
         "--sweep 3 --burst 2 --requests 9 --duration 1",
         "--prefixes 2 --prefix-tokens 9 --drift 9 --zipf 1 --turns 2 --think 1 --nonce 9",
         "--fan-out 2 --think 1 --prompt-tokens 9",
-        "--structured 0.5 --schema x",
+        "--structured 0.5 --schema x --no-ignore-eos --single-prompt x --seed 3",
+        "--single-prompt x --seed 3 --rate 2",
+        "--single-prompt x --seed 3 --max-tokens uniform:1:9",
+        "--single-prompt x --seed 3 --cancel 1",
+        "--single-prompt x --seed 3 --turns 2 --think 1",
+        "--sweep 3 --concurrency 4 --name x --html y",
     ],
 )
 def test_bench_beside_what_they_need(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +74,69 @@ def test_bench_beside_what_they_need(flags: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("headrace.cli.bench.workload_of", workload)
     assert "no load" in refused(f"bench {flags}").message
     assert seen == ["passed"]
+
+
+SIM = "sim --workload cold --requests 3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--load 0.5 --speed 2", "--speed changes nothing beside --load"),
+        ("--policy random,chwbl --affinity 0.5", "--affinity changes nothing without the policy"),
+        ("--save-trace x --workers 2", "--workers changes nothing beside --save-trace"),
+        ("--save-trace x --policy p2c", "--policy changes nothing beside --save-trace"),
+        ("--save-trace x --out y", "--out changes nothing beside --save-trace"),
+    ],
+)
+def test_sim(flags: str, named: str) -> None:
+    assert named in refused(f"{SIM} {flags}").message
+
+
+def test_sim_beside_what_they_need(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+
+    def runs(command: str) -> None:
+        CliRunner().invoke(cli, command.split(), catch_exceptions=False)
+
+    runs(f"{SIM} --seed 3 --save-trace {trace}")
+    assert trace.exists()
+    runs(f"{SIM} --policy session@order --affinity 0.5")  # which has no sessions
+    talk = "sim --workload multi_turn --requests 3 --policy session --affinity 0.5"
+    assert "--affinity changes nothing" in refused(talk).message
+    given = f"sim --trace {trace} --seed 3"
+    assert "--seed changes nothing beside --trace" in refused(given).message
+    assert "--seed changes nothing" in refused(f"{given} --save-trace x").message
+    runs(f"{given} --policy p2c@order,chwbl")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--prefixes 0 --prefix-tokens 9", "--prefix-tokens changes nothing without --prefixes"),
+        ("--only naive --whole 9", "--whole changes nothing beside --only naive"),
+    ],
+)
+def test_ablate(flags: str, named: str) -> None:
+    assert named in refused(f"ablate --backend cpu {flags}").message
+
+
+def test_ablate_beside_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def workload(**fields: object) -> None:
+        raise ConfigError("no load is made here")
+
+    monkeypatch.setattr("headrace.cli.ablate.Workload", workload)
+    rows = ("--only naive --only overlap", "")
+    for flags in (*(f"{row} --whole 9" for row in rows), "--prefixes 1 --prefix-tokens 9"):
+        assert "no load" in refused(f"ablate --prompt words --backend cpu {flags}").message
+
+
+def test_chat() -> None:
+    asked = "chat --url http://127.0.0.1:9 --seed 3 hello"
+    assert "--seed changes nothing beside" in refused(f"{asked} --temperature 0").message
+    for more in ("", " --temperature 0.5"):
+        unheard = CliRunner().invoke(cli, (asked + more).split())
+        assert "127.0.0.1:9" in unheard.output
 
 
 @pytest.mark.parametrize(
