@@ -32,11 +32,15 @@ def _plain(encoded: re.Match[bytes]) -> bytes:
 
 def parts_of(target: bytes) -> tuple[str, bytes]:
     """The path, see `one_spelling`, and the query of a request's target: of `/PATH?QUERY`, or of
-    `http://HOST/PATH?QUERY`, which clients send to a proxy. Raises InvalidRequest."""
+    `http://HOST/PATH?QUERY`, which clients send to a proxy, where no path is `/`. Raises
+    InvalidRequest."""
     try:
         url = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:
         raise InvalidRequest("the request's target is no path") from None
-    if url.path is None:
-        raise InvalidRequest("the request's target has no path")
-    return one_spelling(url.path), url.query or b""
+    return one_spelling(url.path or b"/"), url.query or b""
+
+
+def target_of(path: str, query: bytes) -> bytes:
+    """`parts_of`, put together again: `/PATH?QUERY`."""
+    return path.encode("latin-1") + (b"?" + query if query else b"")

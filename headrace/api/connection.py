@@ -26,7 +26,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from headrace.api.errors import encoded
 from headrace.errors import ClientError, InvalidRequest, TooSlow, WrongMethod
-from headrace.request_path import parts_of
+from headrace.request_path import parts_of, target_of
 
 log = logging.getLogger("headrace.api")
 
@@ -135,6 +135,8 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # the parser stops here and raises HttpParserUpgrade
         self._in_head = False
+        if not self.url.startswith(b"/"):
+            self.url = target_of(*parts_of(self.url))  # uvicorn takes none without a path
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             raise ValueError("too many pipelined requests")  # the parser makes an error of it

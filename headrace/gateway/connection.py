@@ -15,7 +15,7 @@ import msgspec
 from headrace.errors import ClientError, HeadraceError, InvalidRequest, TooLarge, TooSlow
 from headrace.gateway.answers import body_of, head, headers_of
 from headrace.gateway.upstream import Headers, no_delay
-from headrace.request_path import parts_of
+from headrace.request_path import parts_of, target_of
 
 log = logging.getLogger("headrace.gateway")
 
@@ -172,7 +172,7 @@ class Client(asyncio.Protocol):
         method = self._parser.get_method()
         request = Request(
             b"GET" if method == b"HEAD" else method,
-            path.encode("latin-1") + (b"?" + query if query else b""),
+            target_of(path, query),
             path,
             self._headers,
             self._known,

@@ -174,7 +174,8 @@ def test_real_clients_get_answers_and_hits_are_confirmed(
         ("/v1/chat/completions%00", 404),
         ("/v1/chat/completions%", 404),
         ("/V1/chat/completions", 404),
-        ("http://elsewhere", 400),
+        ("http://elsewhere", 404),
+        ("http://elsewhere?/v1/chat/completions", 404),
         ("/v1/caf\xe9", 400),
     ],
 )
