@@ -113,15 +113,12 @@ def _place(
     expert,
     ids,  # [N], -1: none
     item,  # [N] its assignments
-    first,  # the expert's first row, and
-    placed,  # how many of its rows are taken
+    first,  # the next free row of the expert
     order,
 ):
-    """-> rows taken now."""
     own = ids == expert
     rank = tl.cumsum(own.to(tl.int32), 0) - 1
-    tl.store(order + first + placed + rank, item, mask=own)
-    return placed + tl.sum(own.to(tl.int32), 0)
+    tl.store(order + first + rank, item, mask=own)
 
 
 @triton.jit
@@ -133,13 +130,11 @@ def _finish(
     tiles,
     tile_experts,
     order,
-    tally,
     BM: tl.constexpr,
     BF: tl.constexpr,
-    TALLY: tl.constexpr,
 ):
-    """The expert's entries of tile_experts, its empty rows, its tally; the first expert marks the
-    empty tiles."""
+    """The expert's entries of tile_experts, and its empty rows; the first expert marks the empty
+    tiles."""
     own_tiles = tl.cdiv(count, BM)
     row = count + tl.arange(0, BM)
     tl.store(order + first_tile * BM + row, -1, mask=row < own_tiles * BM)
@@ -150,11 +145,22 @@ def _finish(
         used = tl.sum(tl.cdiv(counts, BM), 0)
         for done in range(used, tiles, BF):
             tl.store(tile_experts + done + f, -1, mask=done + f < tiles)
+
+
+@triton.jit
+def _tallied(tally, expert, TALLY: tl.constexpr):
+    """-> what the expert got so far, and how often; asked for before anything waits for it."""
     if TALLY:
-        total = tl.num_programs(0)  # experts
-        tl.store(tally + expert, tl.load(tally + expert) + count)
-        hit = (count > 0).to(tl.int64)
-        tl.store(tally + total + expert, tl.load(tally + total + expert) + hit)
+        return tl.load(tally + expert), tl.load(tally + tl.num_programs(0) + expert)
+    else:
+        return tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+
+
+@triton.jit
+def _tally(tally, expert, got, hits, count, TALLY: tl.constexpr):
+    if TALLY:
+        tl.store(tally + expert, got + count)
+        tl.store(tally + tl.num_programs(0) + expert, hits + (count > 0).to(tl.int64))
 
 
 @triton.jit
@@ -180,22 +186,19 @@ def dispatch_kernel(
     TALLY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (experts,): for few assignments, each program looks at all."""
+    """Grid (experts,): for at most BA assignments, each program looks at all."""
     pdl.release(PDL)
     expert = tl.program_id(0)
     a = tl.arange(0, BA)
-    counts = tl.zeros((EP,), tl.int32)
     pdl.wait(PDL)
-    for first in range(0, items, BA):
-        ids = tl.load(experts + first + a, mask=first + a < items, other=-1)
-        counts += tl.histogram(tl.where(ids < 0, 0, ids), EP, mask=ids >= 0)
+    got, hits = _tallied(tally, expert, TALLY)
+    ids = tl.load(experts + a, mask=a < items, other=-1)
+    counts = tl.histogram(tl.where(ids < 0, 0, ids), EP, mask=ids >= 0)
     first_tile, count = _starts(expert, counts, EP, BM)
     if count > 0:
-        placed = 0
-        for first in range(0, items, BA):
-            ids = tl.load(experts + first + a, mask=first + a < items, other=-1)
-            placed = _place(expert, ids, first + a, first_tile * BM, placed, order)
-    _finish(expert, counts, first_tile, count, tiles, tile_experts, order, tally, BM, BF, TALLY)
+        _place(expert, ids, a, first_tile * BM, order)
+    _finish(expert, counts, first_tile, count, tiles, tile_experts, order, BM, BF)
+    _tally(tally, expert, got, hits, count, TALLY)
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -245,9 +248,11 @@ def place_kernel(
     before = tl.sum(tl.where(c < turn, own, 0), 0)
     if tl.sum(tl.where(c == turn, own, 0), 0) > 0:
         ids = tl.load(experts + a, mask=a < items, other=-1)
-        _place(expert, ids, a, first_tile * BM, before, order)
+        _place(expert, ids, a, first_tile * BM + before, order)
     if turn == 0:
-        _finish(expert, totals, first_tile, count, tiles, tile_experts, order, tally, BM, BF, TALLY)
+        got, hits = _tallied(tally, expert, TALLY)
+        _finish(expert, totals, first_tile, count, tiles, tile_experts, order, BM, BF)
+        _tally(tally, expert, got, hits, count, TALLY)
 
 
 def check_dispatch(into: Dispatch, routing: Routing, tally: Tensor | None) -> None:

@@ -99,7 +99,7 @@ def _tile(order, tile_experts, groups: tl.constexpr, BM: tl.constexpr):
     """-> the tile's expert (-1: no work), its group of rows of the matrix, its assignments [BM]."""
     tile = tl.program_id(0) // groups
     expert = tl.load(tile_experts + tile)
-    item = tl.load(order + tile * BM + tl.arange(0, BM), mask=expert >= 0, other=-1)
+    item = tl.load(order + tile * BM + tl.arange(0, BM))  # beside it: an empty tile's is not used
     return expert, tl.program_id(0) % groups, item
 
 
@@ -244,7 +244,8 @@ def combine_kernel(
         item = token * EACH + j
         there = tl.load(experts + item) >= 0
         weight = tl.load(weights + item)
-        acc += weight * tl.load(y + item * N + n, mask=inside & there, other=0.0).to(tl.float32)
+        said = tl.load(y + item * N + n, mask=inside, other=0.0).to(tl.float32)
+        acc += tl.where(there, weight * said, 0.0)  # all loads side by side: none waits for `there`
     at = token * N + n
     if RESIDUAL:
         acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)

@@ -149,10 +149,13 @@ def choose(
     places = tl.full((BT, EP), -1, tl.int32)
     total = tl.zeros((BT,), tl.float32)
     for i in tl.static_range(TOP):
-        _, best = tl.max(wanted, axis=1, return_indices=True)
+        most, best = tl.max(wanted, axis=1, return_indices=True)
         best = tl.minimum(best, E - 1)
         chosen = expert[None, :] == best[:, None]
-        weight = tl.sum(tl.where(chosen, score, 0.0), axis=1)
+        if CORRECTED or GROUPS > 0:
+            weight = tl.sum(tl.where(chosen, score, 0.0), axis=1)
+        else:
+            weight = most  # nothing but the score is wanted
         wanted = tl.where(chosen, -float("inf"), wanted)
         total += weight
         ids = tl.where(k[None, :] == i, best[:, None], ids)
@@ -167,11 +170,11 @@ def choose(
 
 
 @triton.jit
-def load_logits(logits, live, token, E: tl.constexpr, EP: tl.constexpr):
+def load_logits(logits, there, token, E: tl.constexpr, EP: tl.constexpr):
     """-> [BT, EP] float32, -inf where there is none."""
     expert = tl.arange(0, EP)
     at = token.to(tl.int64)[:, None] * E + expert[None, :]
-    inside = live[:, None] & (expert < E)[None, :]
+    inside = there[:, None] & (expert < E)[None, :]
     return tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
 
 
@@ -206,8 +209,9 @@ def route_kernel(
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     pdl.wait(PDL)
     live = living(rows, spare, token, tokens, PADDED)
+    z = load_logits(logits, token < tokens, token, E, EP)  # of padding too, beside `rows`
     ids, factors, _ = choose(
-        load_logits(logits, live, token, E, EP), correction, live,
+        z, correction, live,
         E, TOP, SHARED, SIGMOID, CORRECTED, RENORMALISE, SCALE,
         GROUPS, TOP_GROUPS, PAIRS, BT, EP, KP, GP,
     )  # fmt: skip
