@@ -112,7 +112,7 @@ def _find_share(
     s >= sum(n_t) / splits, these are no more than tokens + splits together.
     """
     t = tl.arange(0, TOKENS)
-    n_keys = tl.load(positions + t, mask=t < tokens, other=-1) + 1
+    n_keys = tl.load(positions + t, mask=t < tokens, other=-1, cache_modifier=".cg") + 1
     tiles = tl.cdiv(n_keys, TILE) - _first_tile(n_keys, TILE, WINDOW)
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), splits), MIN_TILES)
     ends = tl.cumsum(tl.cdiv(tiles, share), 0)
@@ -249,13 +249,15 @@ def _decode_kernel(
     pdl.release(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
     slot = tl.program_id(0) // KV_HEADS
-    pdl.wait(PDL)
+    # Columns of the step and tables: what turned the queries has passed them on.
     token, first_slot, share = _find_share(
         positions, tokens, splits, slot, TOKENS, TILE, MIN_TILES, WINDOW
     )
-    if token < tokens:
-        n_keys = tl.load(positions + token) + 1
-        table = tables + tl.load(rows + token).to(tl.int64) * width
+    if token >= tokens:
+        pdl.wait(PDL)
+    else:
+        n_keys = tl.load(positions + token, cache_modifier=".cg") + 1
+        table = tables + tl.load(rows + token, cache_modifier=".cg").to(tl.int64) * width
         first_tile = _first_tile(n_keys, TILE, WINDOW)
         last_tile = tl.cdiv(n_keys, TILE)
         parts = tl.cdiv(last_tile - first_tile, share)
@@ -267,6 +269,11 @@ def _decode_kernel(
         d = tl.arange(0, D_PAD)
         heads = kv_head * GROUP + m
         inside = (m < GROUP)[:, None] & (d < D)[None, :]
+        # Block ids are carried a turn ahead: else loads of K and V would wait for them.
+        key = begin * TILE + tl.arange(0, TILE)
+        seen = _seen(key, n_keys, WINDOW)
+        block = tl.load(table + key // PAGE, mask=seen, other=0, cache_modifier=".cg")
+        pdl.wait(PDL)
         queries = tl.load(
             q + token.to(tl.int64) * Q_STRIDE + heads[:, None] * D + d[None, :],
             mask=inside,
@@ -278,10 +285,6 @@ def _decode_kernel(
         if HAS_SLOPES:
             slope = tl.load(slopes + heads, mask=m < GROUP, other=0.0) * LOG2E
         base = kv_head * (PAGE * D)
-        # Block ids are carried a turn ahead: else loads of K and V would wait for them.
-        key = begin * TILE + tl.arange(0, TILE)
-        seen = _seen(key, n_keys, WINDOW)
-        block = tl.load(table + key // PAGE, mask=seen, other=0)
         for _ in tl.range(begin, end, num_stages=STAGES):
             line = block.to(tl.int64) * (KV_HEADS * PAGE * D) + (base + key % PAGE * D)
             offsets = line[:, None] + d[None, :]

@@ -56,6 +56,7 @@ def gate_up_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Grid (groups of BN / 2 pairs of rows, SPLIT)."""
+    pdl.release(PDL)
     acc, live = product(
         x, weight, gain, eps, partials, squares, locks, m,
         2 * FFN, K, FFN, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, STAGGER, THREADS, PDL,

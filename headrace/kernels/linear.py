@@ -14,6 +14,7 @@ from headrace.kernels.product import (
     Config,
     Norm,
     Workspace,
+    ahead,
     block_m,
     check,
     columns_a_turn,
@@ -62,20 +63,28 @@ def linear_kernel(
     """Grid (groups of BN rows, SPLIT).
 
     `residual` may be `out`: one program reads and writes a place."""
-    acc, live = product(
-        x, weight, gain, eps, partials, squares, locks, m,
-        N, K, 0, BM, BN, BK, SPLIT, NORM, PREFETCH, EARLY, STAGGER, THREADS, PDL,
-    )  # fmt: skip
+    pdl.release(PDL)
     token = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    mask = live[:, None] & (n < N)[None, :]
     at = token[:, None].to(tl.int64) * N + n[None, :]
+    SOON: tl.constexpr = RESIDUAL and EARLY == 0 and BM <= 32  # registers have room for it
+    if SOON:  # it is on its way while the product is made
+        ahead(weight, N, K, 0, BN, BK, SPLIT, PREFETCH, EARLY, THREADS)
+        pdl.wait(PDL)
+        added = tl.load(residual + at, mask=(token < m)[:, None] & (n < N)[None, :], other=0.0)
+    acc, live = product(
+        x, weight, gain, eps, partials, squares, locks, m,
+        N, K, 0, BM, BN, BK, SPLIT, NORM, 0 if SOON else PREFETCH, EARLY, STAGGER, THREADS, PDL,
+    )  # fmt: skip
+    mask = live[:, None] & (n < N)[None, :]
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ACT != "":
         acc = activate(acc, ACT)
     if RESIDUAL:
-        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        if not SOON:
+            added = tl.load(residual + at, mask=mask, other=0.0)
+        acc += added.to(tl.float32)
     if CAP > 0:
         acc = soft_cap(acc, CAP)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)

@@ -225,10 +225,8 @@ def ahead(
     PREFETCH: tl.constexpr,
     EARLY: tl.constexpr,
     THREADS: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """What a program does before it waits for the kernel before."""
-    pdl.release(PDL)
     if PREFETCH > 0:
         columns: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT) * BK
         first_k = tl.program_id(1) * columns
@@ -262,9 +260,11 @@ def product(
 ):
     """Sums [BM, BN] float32 of this program's group, and which tokens it must write [BM] bool.
 
+    It waits for the kernel before; the caller releases the next, see `pdl`.
+
     Of the programs that split a group the last to arrive adds all parts, in order, and writes.
     """
-    ahead(weight, N, K, HALF, BN, BK, SPLIT, PREFETCH, EARLY, THREADS, PDL)
+    ahead(weight, N, K, HALF, BN, BK, SPLIT, PREFETCH, EARLY, THREADS)
     group = tl.program_id(0)
     part = tl.program_id(1)
     TURNS: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)

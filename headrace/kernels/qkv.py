@@ -96,9 +96,13 @@ def qkv_kernel(
     head = pair // HALF
     i = pair % HALF
     keyed = (token < m)[:, None] & (head < HEADS + KV_HEADS)[None, :]  # values are not turned
+    if NORMED:
+        tl.static_assert(BN == D, "a group is a head")
+        own_gain = q_gain if tl.program_id(0) < HEADS else k_gain
+        low_gain, high_gain = tl.load(own_gain + i), tl.load(own_gain + i + HALF)
     if EARLY == 0:  # where tokens go and how they turn is on its way while the product is made
-        ahead(weight, 2 * PAIRS, K, HALF, BN, BK, SPLIT, PREFETCH, EARLY, THREADS, PDL)
-        pdl.wait(PDL)
+        ahead(weight, 2 * PAIRS, K, HALF, BN, BK, SPLIT, PREFETCH, EARLY, THREADS)
+        pdl.pass_on(PDL)
         position, stored, block = _places(
             rows, positions, writes, tables, token, m, width, BLOCK_SIZE
         )
@@ -111,6 +115,7 @@ def qkv_kernel(
         NORM, 0 if EARLY == 0 else PREFETCH, EARLY, STAGGER, THREADS, PDL,
     )  # fmt: skip
     if EARLY > 0:
+        pdl.release(PDL)  # product has waited: it is passed on here too
         position, stored, block = _places(
             rows, positions, writes, tables, token, m, width, BLOCK_SIZE
         )
@@ -119,15 +124,11 @@ def qkv_kernel(
         low += tl.load(bias + head * D + i, mask=inside, other=0.0).to(tl.float32)[None, :]
         high += tl.load(bias + head * D + i + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
     if NORMED:
-        tl.static_assert(BN == D, "a group is a head")
         factor = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / D + head_eps)[:, None]
         gained = tl.program_id(0) < HEADS + KV_HEADS  # values have no weight
         of_values = factor if V_NORMED else 1.0
-        own_gain = q_gain if tl.program_id(0) < HEADS else k_gain
-        low *= tl.where(gained, factor * tl.load(own_gain + i).to(tl.float32)[None, :], of_values)
-        high *= tl.where(
-            gained, factor * tl.load(own_gain + i + HALF).to(tl.float32)[None, :], of_values
-        )
+        low *= tl.where(gained, factor * low_gain.to(tl.float32)[None, :], of_values)
+        high *= tl.where(gained, factor * high_gain.to(tl.float32)[None, :], of_values)
     if EARLY > 0 or BM > 32:
         angle = position[:, None].to(tl.int64) * HALF + i[None, :]
         c = tl.load(cos + angle, mask=keyed, other=1.0)

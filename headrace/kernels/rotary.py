@@ -14,7 +14,8 @@ from headrace.kernels.shapes import cdiv, check_output, check_scale, power_of_tw
 
 
 @triton.jit(
-    do_not_specialize=["width", "eps", "v_eps", "clip"], do_not_specialize_on_alignment=COLUMNS
+    do_not_specialize=["width", "eps", "v_eps", "x_eps", "clip"],
+    do_not_specialize_on_alignment=COLUMNS,
 )
 def rotary_write_kernel(
     qkv,
@@ -34,8 +35,11 @@ def rotary_write_kernel(
     width,
     eps,
     v_eps,
+    x_eps,
     clip,
     SCALED: tl.constexpr,
+    RMS: tl.constexpr,
+    BK: tl.constexpr,
     BIASED: tl.constexpr,
     CLIPPED: tl.constexpr,
     NORMED: tl.constexpr,
@@ -51,20 +55,26 @@ def rotary_write_kernel(
     BI: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (tokens, groups of BH heads). BI >= HALF, a power of two."""
-    pdl.release(PDL)
+    """Grid (tokens, groups of BH heads). BI >= HALF, a power of two.
+
+    RMS > 0: `scale` is x [tokens, RMS], whose norm is meant; BK >= RMS, a power of two."""
     D: tl.constexpr = 2 * HALF
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS * OWN
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     i = tl.arange(0, BI)
-    pdl.wait(PDL)
+    pdl.pass_on(PDL)
     mask = (head < ALL)[:, None] & (i < HALF)[None, :]
     source = (token * ALL + head[:, None]) * D + i[None, :]
     low = tl.load(qkv + source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(qkv + source + HALF, mask=mask, other=0.0).to(tl.float32)
     if SCALED:
-        factor = tl.load(scale + token)
+        if RMS > 0:
+            column = tl.arange(0, BK)
+            x = tl.load(scale + token * RMS + column, mask=column < RMS, other=0.0).to(tl.float32)
+            factor = tl.rsqrt(tl.sum(x * x, axis=0) / RMS + x_eps)
+        else:
+            factor = tl.load(scale + token)
         low *= factor
         high *= factor
     if BIASED:
@@ -156,6 +166,7 @@ def rotary_write(
     heads: int,
     *,
     scale: Tensor | None = None,
+    of: tuple[Tensor, float] | None = None,
     bias: Tensor | None = None,
     clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
@@ -170,10 +181,11 @@ def rotary_write(
 
     cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
     layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
-    Turned in float32, rounded once. Before that a row is multiplied by scale [T] float32 and gets
-    bias [(heads + 2 kv_heads) d], where they are given; is held within -clip and clip, unless that
-    is 0; then each head of q and of k goes through an RMSNorm: norms = (weight of q [d], of k [d],
-    eps). v_eps > 0: each head of v is divided by its root mean square, as by a norm without weight.
+    Turned in float32, rounded once. Before that a row is multiplied by scale [T] float32, or with
+    of = (x [T, K], eps) by what RMSNorm multiplies that row of x by before its weight; gets bias
+    [(heads + 2 kv_heads) d], where it is given; is held within -clip and clip, unless that is 0;
+    then each head of q and of k goes through an RMSNorm: norms = (weight of q [d], of k [d], eps).
+    v_eps > 0: each head of v is divided by its root mean square, as by a norm without weight.
 
     turned: False = q and k are not. by_token: row t of cos and sin is token t's, whatever its
     position. own: False = there is q alone, qkv [T, heads d]; k and v stay as they are.
@@ -182,6 +194,10 @@ def rotary_write(
     every = heads + 2 * kv_heads * own
     check_output(qkv, (tokens, every * d))
     check_scale(scale, tokens)
+    x, x_eps = (None, 0.0) if of is None else of
+    assert scale is None or x is None, "a row has one factor"
+    if x is not None:
+        check_output(x, (tokens, x.shape[1]))
     if bias is not None:
         check_output(bias, (every * d,))
     q_gain, k_gain, eps = norms if norms is not None else (qkv, qkv, 0.0)
@@ -193,14 +209,16 @@ def rotary_write(
     check_output(q, (tokens, heads, d))
     if tokens == 0:
         return q
+    factor = x if scale is None else scale
     lanes = power_of_two(d // 2)
     group = max(1, min(power_of_two(every), 1024 // lanes))
     launch(rotary_write_kernel, (tokens, cdiv(every, group)),
-        qkv, qkv if scale is None else scale, qkv if bias is None else bias,
+        qkv, qkv if factor is None else factor, qkv if bias is None else bias,
         q_gain, k_gain, columns.rows, columns.positions, columns.writes, columns.tables,
         cos, sin, q, k, v,
-        columns.tables.stride(0), eps, v_eps, float(clip),
-        SCALED=scale is not None, BIASED=bias is not None, CLIPPED=clip > 0,
+        columns.tables.stride(0), eps, v_eps, x_eps, float(clip),
+        SCALED=factor is not None, RMS=0 if x is None else x.shape[1],
+        BK=1 if x is None else power_of_two(x.shape[1]), BIASED=bias is not None, CLIPPED=clip > 0,
         NORMED=norms is not None, V_NORMED=v_eps > 0 and own,
         TURNED=turned, BY_TOKEN=by_token, OWN=own,
         HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, BLOCK_SIZE=block_size, BH=group, BI=lanes,

@@ -32,7 +32,7 @@ from headrace.kernels.latent import LatentShape, latent_write
 from headrace.kernels.layer_norm import layer_norm
 from headrace.kernels.linear import linear
 from headrace.kernels.norm_add import norm_add
-from headrace.kernels.product import Config, Workspace
+from headrace.kernels.product import MAX_TOKENS, Config, Workspace
 from headrace.kernels.qkv import qkv
 from headrace.kernels.rms_norm import inverse_rms, rms_norm
 from headrace.kernels.rotary import rotary_write
@@ -207,7 +207,7 @@ class CudaOps:
                 q=out,
                 **self._options(config),
             )
-        both, scale, bias = self._projected(x, norm, weights, config)
+        both, factor, bias = self._projected(x, norm, weights, config)
         return rotary_write(
             both,
             columns,
@@ -216,7 +216,7 @@ class CudaOps:
             k,
             v,
             out.shape[1],
-            scale=scale,
+            **factor,
             bias=bias,
             clip=attention.clip,
             norms=norms,
@@ -230,19 +230,21 @@ class CudaOps:
 
     def _projected(
         self, x: Tensor, norm: Norm, weights: Linear, config: Config | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """q, k and v of a product, what its rows are to be multiplied by, and a bias that is still
-        to be added."""
+    ) -> tuple[Tensor, dict[str, Any], Tensor | None]:
+        """q, k and v of a product, what its rows are to be multiplied by (as `rotary_write` has
+        it), and a bias that is still to be added."""
         weight, bias = weights.weight, weights.bias
         both = _first_rows(self._place.buffers.qkv, self._tokens, weight.shape[0])
         if config is not None:
             y, gain = self._taken(x, norm)
-            return linear(y, weight, norm=gain, out=both, **self._options(config)), None, bias
+            return linear(y, weight, norm=gain, out=both, **self._options(config)), {}, bias
         if isinstance(norm, RMSNorm) and norm.folded:
-            return torch.mm(x, weight.t(), out=both), self._scale(x, norm), bias
+            torch.mm(x, weight.t(), out=both)
+            few = x.shape[0] <= MAX_TOKENS  # of many, every program reading a row costs more
+            return both, {"of": (x, norm.eps)} if few else {"scale": self._scale(x, norm)}, bias
         if bias is None:
-            return torch.mm(self._normed(x, norm), weight.t(), out=both), None, None
-        return torch.addmm(bias, self._normed(x, norm), weight.t(), out=both), None, None
+            return torch.mm(self._normed(x, norm), weight.t(), out=both), {}, None
+        return torch.addmm(bias, self._normed(x, norm), weight.t(), out=both), {}, None
 
     def latent(self, attention: LatentAttention, x: Tensor, norm: Norm, weights: Linear) -> Tensor:
         """-> q [T, heads, plain + rope]; the tokens' lines are in the cache."""
