@@ -32,7 +32,7 @@ from headrace.kernels.experts import (
     CANDIDATES,
     ExpertsConfig,
     combine,
-    default_config,
+    default_configs,
     default_tile_rows,
     expert_down,
     expert_gate_up,
@@ -178,7 +178,7 @@ def measure_layer(mixture: Mixture, name: str, tokens: int, device: torch.device
     """Route, both products and the sum, one after another, with the default configuration."""
     shape = mixture.shape
     rows = default_tile_rows(tokens, shape.routing)
-    config = default_config(rows, tokens)
+    of_up, of_down = default_configs(rows)
     plan = DispatchScratch(tokens, shape.routing, device).of(tokens, rows)
     logits = torch.randn(tokens, shape.routing.experts, device=device)
     x = torch.randn(tokens, shape.hidden, device=device).to(DTYPE)
@@ -194,8 +194,8 @@ def measure_layer(mixture: Mixture, name: str, tokens: int, device: torch.device
     def layer() -> None:
         for up, down in zip(mixture.gate_up, mixture.down, strict=True):
             route_and_dispatch(logits, shape.routing, plan, tally=tally, with_pdl=True)
-            expert_gate_up(x, up, plan, out=inner, config=config, with_pdl=True)
-            expert_down(inner, down, plan, out=y, config=config, with_pdl=True)
+            expert_gate_up(x, up, plan, out=inner, config=of_up, with_pdl=True)
+            expert_down(inner, down, plan, out=y, config=of_down, with_pdl=True)
             combine(y, plan, residual=x, out=x, with_pdl=True)
 
     route()

@@ -37,13 +37,14 @@ class ExpertsConfig:
     stages: int
 
 
-VERY_FEW, VERY_FEW_TOKENS = ExpertsConfig(64, 256, 4, 3), 8
+UP_OF_FEW, DOWN_OF_FEW = ExpertsConfig(64, 256, 4, 3), ExpertsConfig(64, 128, 2, 4)
 # Few rows: as many bytes in flight as shared memory holds beside a second program of the
 # multiprocessor. Many: tiles for the asynchronous matrix unit, 64 rows a group of four warps.
 CANDIDATES: dict[int, tuple[ExpertsConfig, ...]] = {
     16: (
+        UP_OF_FEW,
+        DOWN_OF_FEW,
         ExpertsConfig(64, 128, 4, 4),
-        VERY_FEW,
         ExpertsConfig(32, 256, 4, 4),
         ExpertsConfig(32, 128, 4, 5),
         ExpertsConfig(64, 128, 8, 4),
@@ -71,12 +72,12 @@ CANDIDATES: dict[int, tuple[ExpertsConfig, ...]] = {
 }
 
 
-def default_config(tile_rows: int, tokens: int) -> ExpertsConfig:
-    """The fastest on an H200 at both shapes of `benchmarks.gpu.experts`, or within 3 % of it.
-
-    Of very few tokens the next kernel finds room beside gate and up's programs where those are few.
-    """
-    return VERY_FEW if tokens <= VERY_FEW_TOKENS else CANDIDATES[max(16, tile_rows)][0]
+def default_configs(tile_rows: int) -> tuple[ExpertsConfig, ExpertsConfig]:
+    """Of gate and up, and of down: the fastest on an H200 in a layer of Qwen3-30B-A3B's shape."""
+    if tile_rows <= 16:
+        return UP_OF_FEW, DOWN_OF_FEW
+    config = CANDIDATES[tile_rows][0]
+    return config, config
 
 
 def default_tile_rows(tokens: int, routing: Routing) -> int:

@@ -67,7 +67,7 @@ def linear_kernel(
     token = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     at = token[:, None].to(tl.int64) * N + n[None, :]
-    SOON: tl.constexpr = RESIDUAL and EARLY == 0 and BM <= 32  # registers have room for it
+    SOON: tl.constexpr = RESIDUAL and EARLY == 0 and BM <= 16  # registers have room for it
     if SOON:  # it is on its way while the product is made
         ahead(weight, N, K, 0, BN, BK, SPLIT, PREFETCH, EARLY, THREADS)
         pdl.wait(PDL)

@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.columns import COLUMNS, StepColumns
 from headrace.kernels.launch import launch
+from headrace.kernels.rms_norm import inverse_rms_reference
 from headrace.kernels.shapes import cdiv, check_output, check_scale, power_of_two
 
 
@@ -237,6 +238,7 @@ def rotary_write_reference(
     heads: int,
     *,
     scale: Tensor | None = None,
+    of: tuple[Tensor, float] | None = None,
     bias: Tensor | None = None,
     clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
@@ -247,6 +249,7 @@ def rotary_write_reference(
 ) -> Tensor:
     """The same in float64 (k and v are written in their own dtype): q [T, heads, d]."""
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
+    scale = scale if of is None else inverse_rms_reference(*of)
     rows = qkv.double() if scale is None else qkv.double() * scale.double()[:, None]
     parts = (rows if bias is None else rows + bias.double()).view(tokens, -1, d)
     parts = parts.clamp(-clip, clip) if clip else parts

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.kernels.dispatch import DispatchScratch, route_and_dispatch
 from headrace.kernels.experts import (
     combine,
-    default_config,
+    default_configs,
     default_tile_rows,
     expert_down,
     expert_gate_up,
@@ -98,17 +98,17 @@ class Mixture:
             logits = self._route(normed, mlp, workspace, with_pdl=with_pdl)
             route_and_dispatch(logits, routing, plan, **common)
         total, items, hidden = routing.total, tokens * routing.each, x.shape[1]
-        ffn, config = mlp.spec.ffn, default_config(tile_rows, tokens)
+        ffn, (of_up, of_down) = mlp.spec.ffn, default_configs(tile_rows)
         inner, y = self._inner[:items], self._y[:items]
         up_bias = None if mlp.gate_up_bias is None else mlp.gate_up_bias.view(total, 2 * ffn)
         down_bias = None if mlp.down_bias is None else mlp.down_bias.view(total, hidden)
         expert_gate_up(
             normed, mlp.gate_up.view(total, 2 * ffn, hidden), plan, bias=up_bias,
-            limit=CLAMP if mlp.act == "clamped" else 0.0, out=inner, config=config,
+            limit=CLAMP if mlp.act == "clamped" else 0.0, out=inner, config=of_up,
             with_pdl=with_pdl,
         )  # fmt: skip
         expert_down(
-            inner, mlp.down.view(total, hidden, ffn), plan, bias=down_bias, out=y, config=config,
+            inner, mlp.down.view(total, hidden, ffn), plan, bias=down_bias, out=y, config=of_down,
             with_pdl=with_pdl,
         )  # fmt: skip
         return combine(y, plan, residual=x, out=x, with_pdl=with_pdl)
