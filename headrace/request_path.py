@@ -15,17 +15,20 @@ import httptools
 from headrace.errors import InvalidRequest
 
 _UNRESERVED = frozenset((string.ascii_letters + string.digits + "-._~").encode())
-_ENCODED = re.compile(rb"%([0-9A-Fa-f]{2})")
+_ENCODED = re.compile(rb"%([0-9A-Fa-f]{2})?")
 
 
 def one_spelling(path: bytes) -> str:
     """`path` as it came, without its query: what needs no percent-encoding has none, and other
-    encodings have upper case. A `%` that encodes nothing stays as it is."""
+    encodings have upper case. A `%` that encodes nothing stands for itself, as `%25` does: whoever
+    makes one spelling of the result gets the same."""
     plain = _ENCODED.sub(_plain, path) if b"%" in path else path
     return plain.decode("latin-1")
 
 
 def _plain(encoded: re.Match[bytes]) -> bytes:
+    if encoded[1] is None:
+        return b"%25"
     byte = int(encoded[1], 16)
     return bytes((byte,)) if byte in _UNRESERVED else encoded[0].upper()
 
