@@ -27,6 +27,7 @@ from headrace.messages import (
     Abort,
     Beat,
     Done,
+    End,
     EngineInfo,
     Finish,
     Grammar,
@@ -288,7 +289,7 @@ class EngineClient:
             if route is not None and not route[0].closed:
                 stream = route[0]
                 stream.vectors[route[1] // stream.n] = vector.values
-                stream.first_token_s = stream.first_token_s or now_s
+                touched[stream] = None
         reports = out.logprobs or _NONE
         befores: dict[float, int] = {}  # when a choice had its token before -> choices
         columns = zip(out.handles, out.choices, out.tokens, reports, strict=False)
@@ -306,17 +307,15 @@ class EngineClient:
                     befores[before_s] = befores.get(before_s, 0) + 1
                 said_s[index] = now_s
                 touched[stream] = None
+        whole, others = self._push_ends(out.ends)
+        touched.update(dict.fromkeys(whole))
         for stream in touched:
             stream.first_token_s = stream.first_token_s or now_s
             stream.last_token_s = now_s
         if self.on_gap is not None:
             for before_s, times in befores.items():
                 self.on_gap(now_s - before_s, times)
-        for end in out.ends:
-            route = routes.get(end.handle)
-            if route is not None and not route[0].closed:
-                route[0].push_end(route[1] + end.choice, end)
-                touched[route[0]] = None
+        touched.update(dict.fromkeys(others))
         for done in out.dones:
             if done.handle == EVERY:
                 self._fail_all(by_code(done.error, done.message))
@@ -329,6 +328,18 @@ class EngineClient:
                     self.on_done(route[0], done)
         for stream in touched:
             stream.news()
+
+    def _push_ends(self, ends: list[End]) -> tuple[list[TokenStream], list[TokenStream]]:
+        """Streams of which a choice has ended with all that was asked for, and the others. Such an
+        end comes with its last token, or where none is drawn instead of one."""
+        whole: list[TokenStream] = []
+        others: list[TokenStream] = []
+        for end in ends:
+            route = self._routes.get(end.handle)
+            if route is not None and not route[0].closed:
+                route[0].push_end(route[1] + end.choice, end)
+                (whole if end.reason == "length" else others).append(route[0])
+        return whole, others
 
     def _fail_all(self, error: HeadraceError) -> None:
         """End every stream; no Done will come for any of their handles.

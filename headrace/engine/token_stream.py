@@ -106,7 +106,8 @@ class TokenStream:
         self.account: Account | None = None
         self.watcher: Watcher | None = None
         self.arrived_s = arrived_s
-        self.first_token_s = 0.0  # time.monotonic(); 0 = none yet
+        # time.monotonic(); 0 = none yet. What draws nothing gives a vector, or its end, instead.
+        self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.said_s: dict[int, float] = {}  # index -> when its newest token came
         self.limits: dict[int, int] = {}  # handle -> max_tokens of its choices

@@ -93,6 +93,27 @@ def test_the_list_has_light_records(shared_server: Server) -> None:
     assert "prompt" not in whole
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a cat", "a dog"]}),
+        ("/v1/completions", {"prompt": "a cat", "max_tokens": 0, "echo": True, "logprobs": 0}),
+    ],
+)
+def test_times_where_nothing_is_drawn(
+    path: str, body: dict[str, Any], shared_server: Server
+) -> None:
+    """What is wanted instead counts as the first token, and the last one."""
+    head = {"content-type": "application/json", "x-request-id": f"undrawn{len(path)}"}
+    status, _, _ = shared_server.request("POST", path, json.dumps(body).encode(), head)
+    assert status == 200
+    record = ended(shared_server.url, head["x-request-id"])
+    times = record["times_ms"]
+    assert times["submitted"] <= times["first_token"] <= times["last_token"] <= times["done"]
+    assert record["ttft_ms"] == times["first_token"]
+    assert record["timing"]["decode_ms"] >= 0
+
+
 def test_requests_of_one_id(shared_server: Server) -> None:
     """Each has a record, whichever process served it and whichever is asked."""
     counts = [1, 2, 3, 4]

@@ -1,7 +1,7 @@
 """An engine with scripted behaviour for tests of the process boundary: no scheduler, no runner.
 
-Every turn gives each live choice one token: letters "a".."z" by position, or a stop id when
-`stop_after` says so. `pause_s` makes a turn long.
+Every turn gives each live choice one token, letters "a".."z" by position, until it has as many as
+were asked for. `pause_s` makes a turn long.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class ScriptedEngine:
         for (owner, handle), live in list(self.live.items()):
             out = self._out(owner)
             for choice in range(live.submit.n):
+                if not live.submit.max_tokens:
+                    self._end(owner, live, choice, "length")
                 for _ in range(self.tokens_a_turn):
                     if live.ended[choice]:
                         break

@@ -131,6 +131,19 @@ async def test_choices_and_prompts_come_back_by_index(folder: Path) -> None:
     assert [done.output_tokens for done in ended] == [6, 8]
 
 
+async def test_where_nothing_is_drawn_the_end_is_the_first_that_is_heard(folder: Path) -> None:
+    """As of a limit on the time until then, and of what is measured."""
+    with Running(folder, ScriptedEngine()):
+        async with connected(folder) as client:
+            stream = client.submit([Job([1], 0, n=2), Job([1, 2], 0, n=2)])
+            assert await collect(stream) == {0: [], 1: [], 2: [], 3: []}
+            assert stream.arrived_s < stream.first_token_s <= stream.last_token_s
+            given_up = client.submit([Job([1], 9)])
+            given_up.abort()
+            await until(lambda: not given_up._live)
+            assert given_up.first_token_s == 0
+
+
 async def test_a_lagging_consumer_gets_merged_deltas(folder: Path) -> None:
     with Running(folder, ScriptedEngine()):
         async with connected(folder) as client, client.submit([Job([1], 50)]) as stream:
