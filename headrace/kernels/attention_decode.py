@@ -249,7 +249,7 @@ def _decode_kernel(
     pdl.release(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
     slot = tl.program_id(0) // KV_HEADS
-    # Columns of the step and tables: what turned the queries has passed them on.
+    # Columns of the step and tables were passed on: they are read before the wait.
     token, first_slot, share = _find_share(
         positions, tokens, splits, slot, TOKENS, TILE, MIN_TILES, WINDOW
     )
@@ -365,6 +365,8 @@ def decode(
     c * tanh(score / c); `sinks` [heads]: one more logit a head in the softmax's denominator;
     `slopes` [heads] float32: slope * (key's position - p) is added to a score (ALiBi).
     splits >= 1 as `choose_splits` says; T + splits <= scratch.slots, T <= scratch.max_tokens.
+    Needs: where launches are dependent, a kernel that passes on (see `pdl`), or one that is no
+    dependent launch, comes between whatever writes columns and this.
     -> out [T, heads, d], new where None. No host synchronisation; a graph may capture it.
     """
     tokens, kv_heads = q.shape[0], k.shape[1]

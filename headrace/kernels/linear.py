@@ -62,7 +62,8 @@ def linear_kernel(
 ) -> None:
     """Grid (groups of BN rows, SPLIT).
 
-    `residual` may be `out`: one program reads and writes a place."""
+    `residual` may be `out`: of those that split a group only the one that writes a place uses what
+    it read there, and it read that before."""
     pdl.release(PDL)
     token = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
