@@ -167,7 +167,7 @@ def rotary_write(
     heads: int,
     *,
     scale: Tensor | None = None,
-    of: tuple[Tensor, float] | None = None,
+    rms_of: tuple[Tensor, float] | None = None,
     bias: Tensor | None = None,
     clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
@@ -183,9 +183,10 @@ def rotary_write(
     cos, sin [max_positions, d / 2] float32; k, v [blocks + 1, kv_heads, block_size, d] are one
     layer of the cache: token t goes to the slot of its position where columns.writes[t] is 1.
     Turned in float32, rounded once. Before that a row is multiplied by scale [T] float32, or with
-    of = (x [T, K], eps) by what RMSNorm multiplies that row of x by before its weight; gets bias
-    [(heads + 2 kv_heads) d], where it is given; is held within -clip and clip, unless that is 0;
-    then each head of q and of k goes through an RMSNorm: norms = (weight of q [d], of k [d], eps).
+    rms_of = (x [T, K], eps) by what RMSNorm multiplies that row of x by before its weight; gets
+    bias [(heads + 2 kv_heads) d], where it is given; is held within -clip and clip, unless that is
+    0; then each head of q and of k goes through an RMSNorm: norms = (weight of q [d], of k [d],
+    eps).
     v_eps > 0: each head of v is divided by its root mean square, as by a norm without weight.
 
     turned: False = q and k are not. by_token: row t of cos and sin is token t's, whatever its
@@ -195,7 +196,7 @@ def rotary_write(
     every = heads + 2 * kv_heads * own
     check_output(qkv, (tokens, every * d))
     check_scale(scale, tokens)
-    x, x_eps = (None, 0.0) if of is None else of
+    x, x_eps = (None, 0.0) if rms_of is None else rms_of
     assert scale is None or x is None, "a row has one factor"
     if x is not None:
         check_output(x, (tokens, x.shape[1]))
@@ -238,7 +239,7 @@ def rotary_write_reference(
     heads: int,
     *,
     scale: Tensor | None = None,
-    of: tuple[Tensor, float] | None = None,
+    rms_of: tuple[Tensor, float] | None = None,
     bias: Tensor | None = None,
     clip: float = 0.0,
     norms: tuple[Tensor, Tensor, float] | None = None,
@@ -249,7 +250,7 @@ def rotary_write_reference(
 ) -> Tensor:
     """The same in float64 (k and v are written in their own dtype): q [T, heads, d]."""
     tokens, (_, kv_heads, block_size, d) = qkv.shape[0], k.shape
-    scale = scale if of is None else inverse_rms_reference(*of)
+    scale = scale if rms_of is None else inverse_rms_reference(*rms_of)
     rows = qkv.double() if scale is None else qkv.double() * scale.double()[:, None]
     parts = (rows if bias is None else rows + bias.double()).view(tokens, -1, d)
     parts = parts.clamp(-clip, clip) if clip else parts

@@ -101,7 +101,7 @@ def test_layer_norm(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "given",
-    [(), ("bias",), ("norms",), ("scale", "bias", "norms"), ("of", "bias", "norms")],
+    [(), ("bias",), ("norms",), ("scale", "bias", "norms"), ("rms_of", "bias", "norms")],
     ids="+".join,
 )
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_rotary_write(
     qkv = draw(tokens, width, dtype=dtype, device=device)
     every = {
         "scale": torch.rand(tokens, device=device),
-        "of": (draw(tokens, 24, dtype=dtype, device=device), 1e-6),
+        "rms_of": (draw(tokens, 24, dtype=dtype, device=device), 1e-6),
         "bias": draw(width, dtype=dtype, device=device),
         "norms": (*(draw(d, dtype=dtype, device=device) for _ in range(2)), 1e-6),
     }

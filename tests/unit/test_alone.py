@@ -97,7 +97,8 @@ def test_sim_beside_what_they_need(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
 
     def runs(command: str) -> None:
-        CliRunner().invoke(cli, command.split(), catch_exceptions=False)
+        ran = CliRunner().invoke(cli, command.split(), catch_exceptions=False)
+        assert ran.exit_code == 0, ran.output
 
     runs(f"{SIM} --seed 3 --save-trace {trace}")
     assert trace.exists()

@@ -241,7 +241,7 @@ class CudaOps:
         if isinstance(norm, RMSNorm) and norm.folded:
             torch.mm(x, weight.t(), out=both)
             few = x.shape[0] <= MAX_TOKENS  # of many, every program reading a row costs more
-            return both, {"of": (x, norm.eps)} if few else {"scale": self._scale(x, norm)}, bias
+            return both, {"rms_of": (x, norm.eps)} if few else {"scale": self._scale(x, norm)}, bias
         if bias is None:
             return torch.mm(self._normed(x, norm), weight.t(), out=both), {}, None
         return torch.addmm(bias, self._normed(x, norm), weight.t(), out=both), {}, None
