@@ -60,7 +60,7 @@ class Step:
         self.x = draw(m, shape.hidden)
         self.attended = draw(m, shape.heads * shape.head_dim)
         self.inner = draw(m, shape.ffn)
-        self.norm: Norm = (draw(shape.hidden), 1e-6)
+        self.norm = Norm(draw(shape.hidden), 1e-6)
         self.bias = draw(shape.matrices()["qkv"][0])
         rows = torch.arange(m + 1, dtype=torch.int32, device=device)
         self.columns = StepColumns(
@@ -99,7 +99,7 @@ class Step:
         x = self.source(kind)
         if kind in ("out", "down"):
             return torch.addmm(self.x, x, weight.T, out=self.out)
-        x = rms_norm(x, *self.norm, with_pdl=with_pdl)
+        x = rms_norm(x, *self.norm[:2], with_pdl=with_pdl)
         if kind == "qkv":
             paged = (self.columns, self.cos, self.sin, self.k, self.v)
             y = torch.addmm(self.bias, x, weight.T)

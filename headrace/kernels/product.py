@@ -11,12 +11,14 @@ one group a head (HALF = head_dim / 2).
 RMSNorm folds into the product: x is multiplied by the norm's weight as it is loaded, x x^T runs
 along (its diagonal is the sum of squares), and the sums are scaled at the end:
     RMSNorm(x) W^T = (x * g) W^T / sqrt(mean(x^2) + eps)
-x * g is rounded to the dtype before it is normalised, so float16 has no room for it (65504).
+x * g is rounded to the dtype before it is normalised, so float16 has no room for it (65504). Of a
+plain norm, whose g the matrix holds, x is taken as it is: no copy of it with g is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -30,7 +32,16 @@ MAX_TOKENS = 128
 BUCKETS = (16, 32, 64, MAX_TOKENS)  # rows of the tile that holds the tokens
 FOLD_TOKENS = 16  # the most tokens with which a norm folds into the product
 
-Norm = tuple[Tensor, float]  # weight [K], eps
+
+Fold = Literal["", "plain", "gain"]  # of a norm in a product: nothing, its factor, its weight too
+
+
+class Norm(NamedTuple):
+    """RMSNorm: weight [K]; `plain`: it is 1 throughout, for the matrix holds what it was."""
+
+    weight: Tensor
+    eps: float
+    plain: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,17 +137,17 @@ def check(x: Tensor, weight: Tensor, norm: Norm | None) -> None:
 
 def normed(
     x: Tensor, norm: Norm | None, config: Config, with_pdl: bool
-) -> tuple[Tensor, Tensor, float, bool]:
-    """x as the product reads it, the norm's weight and eps, and whether the norm folds in.
+) -> tuple[Tensor, Tensor, float, Fold]:
+    """x as the product reads it, the norm's weight and eps, and how much of the norm folds in.
 
-    It folds for few tokens (it runs on tiles of 16) and not in float16 (see above).
+    It folds for few tokens (it runs on tiles of 16), with a weight not in float16 (see above).
     """
     if norm is None:
-        return x, x, 0.0, False
-    gain, eps = norm
-    if config.fold_norm and x.shape[0] <= FOLD_TOKENS and x.dtype != torch.float16:
-        return x, gain, eps, True
-    return rms_norm(x, gain, eps, with_pdl=with_pdl), gain, eps, False
+        return x, x, 0.0, ""
+    gain, eps, plain = norm
+    if config.fold_norm and x.shape[0] <= FOLD_TOKENS and (plain or x.dtype != torch.float16):
+        return x, gain, eps, "plain" if plain else "gain"
+    return rms_norm(x, gain, eps, with_pdl=with_pdl), gain, eps, ""
 
 
 def scratch(
@@ -150,9 +161,9 @@ def scratch(
     return workspace.partials, workspace.squares, workspace.locks
 
 
-def staggers(config: Config, fold: bool) -> bool:
-    """Where columns are taken in turn: a folded norm and an early pipeline look a turn ahead."""
-    return config.stagger and not (fold or config.early)
+def staggers(config: Config, fold: Fold) -> bool:
+    """Where columns are taken in turn: a norm's weight and an early pipeline look a turn ahead."""
+    return config.stagger and fold != "gain" and not config.early
 
 
 def prefetch_bytes(weight: Tensor, config: Config, with_pdl: bool) -> int:
@@ -271,7 +282,7 @@ def product(
     EVEN: tl.constexpr = K == TURNS * BK * SPLIT
     first_k = part * (TURNS * BK)
     column = tl.arange(0, BK)
-    if NORM:
+    if NORM == "gain":
         g = tl.load(gain + first_k + column, mask=first_k + column < K, other=0.0)
     token = tl.arange(0, BM)
     live = token < m
@@ -303,10 +314,11 @@ def product(
             if turn == 0:
                 a = load_x(x_at, live, then, column, K, EVEN)
             next_a = load_x(x_at, live & (turn < TURNS - 1), then + BK, column, K, EVEN)
-        if NORM:
+        if NORM != "":
+            gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
+        if NORM == "gain":
             after = k + BK + column  # a turn ahead: its latency hides behind this turn's products
             next_g = tl.load(gain + after, mask=after < K, other=0.0)
-            gram = tl.dot(a, tl.trans(a), gram, input_precision="ieee")
             acc = tl.dot(a * g[None, :], b, acc, input_precision="ieee")
             g = next_g
         else:
@@ -319,7 +331,7 @@ def product(
         at = token[:, None] * BN + tl.arange(0, BN)[None, :]
         base = group * SPLIT
         tl.store(partials + (base + part) * (BM * BN) + at, acc)
-        if NORM:
+        if NORM != "":
             tl.store(squares + (base + part) * BM + token, square)
         tl.debug_barrier()  # every thread has stored before one of them says so
         last = tl.atomic_add(locks + group, 1, sem="acq_rel") == SPLIT - 1
@@ -328,12 +340,12 @@ def product(
         for i in tl.static_range(SPLIT):
             part_at = partials + (base + i) * (BM * BN) + at
             acc += tl.load(part_at, mask=last, other=0.0, cache_modifier=".cg")
-            if NORM:
+            if NORM != "":
                 square_at = squares + (base + i) * BM + token
                 square += tl.load(square_at, mask=last, other=0.0, cache_modifier=".cg")
         tl.store(locks + group, 0, mask=last)
         live = live & last
-    if NORM:
+    if NORM != "":
         acc = acc * tl.rsqrt(square / K + eps)[:, None]
     return acc, live
 
@@ -343,5 +355,5 @@ def norm_reference(x: Tensor, norm: Norm | None) -> Tensor:
     x = x.double()
     if norm is None:
         return x
-    weight, eps = norm
+    weight, eps, _ = norm
     return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.double()

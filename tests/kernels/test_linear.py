@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.kernels import pdl
 from headrace.kernels.gate_up import gate_up, gate_up_reference
 from headrace.kernels.linear import linear, linear_reference
-from headrace.kernels.product import Config, Workspace, block_m
+from headrace.kernels.product import Config, Norm, Workspace, block_m
 from headrace.kernels.qkv import qkv, qkv_reference
 from tests.kernels.conftest import CUDA, assert_close
 from tests.kernels.paged import paged, written
@@ -78,13 +78,15 @@ def test_linear(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(("m", "n", "k", "config"), CASES)
 def test_norm(
-    m: int, n: int, k: int, config: Config, dtype: torch.dtype, device: torch.device
+    m: int, n: int, k: int, config: Config, plain: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = draw(m, k, dtype=dtype, device=device, scale=3.0)
     weight = draw(2 * n, k, dtype=dtype, device=device, scale=k**-0.5)
-    norm = draw(k, dtype=dtype, device=device), 1e-6
+    gain = torch.ones_like(x[0]) if plain else draw(k, dtype=dtype, device=device)
+    norm = Norm(gain, 1e-6, plain)
     options = {
         "norm": norm,
         "config": config,
@@ -143,7 +145,7 @@ def test_qkv(
     x = draw(m, k, dtype=dtype, device=device)
     weight = draw(rows, k, dtype=dtype, device=device, scale=k**-0.5)
     bias = draw(rows, dtype=dtype, device=device)
-    norm = (draw(k, dtype=dtype, device=device), 1e-5)
+    norm = Norm(draw(k, dtype=dtype, device=device), 1e-5)
     gains = (draw(d, dtype=dtype, device=device), draw(d, dtype=dtype, device=device), 1e-2)
     norms = gains if config.block_n == d else None  # a program has the rows of a head
     for given_bias, given_norm in ((bias, None), (None, norm)):
@@ -182,7 +184,7 @@ def test_qkv(
 def test_float16_is_normed_before_the_product(device: torch.device) -> None:
     """x * g leaves float16's range here, RMSNorm(x) does not."""
     x = torch.full((2, 32), 3e4, dtype=torch.float16, device=device)
-    norm = torch.full((32,), 4.0, dtype=torch.float16, device=device), 1e-6
+    norm = Norm(torch.full((32,), 4.0, dtype=torch.float16, device=device), 1e-6)
     weight = draw(16, 32, dtype=torch.float16, device=device)
     out = linear(x, weight, norm=norm, config=PLAIN)
     assert_close(out, linear_reference(x, weight, norm=norm), torch.float16)
@@ -191,7 +193,7 @@ def test_float16_is_normed_before_the_product(device: torch.device) -> None:
 def test_a_token_has_the_same_sums_alone_and_among_others(device: torch.device) -> None:
     x = draw(16, 64, dtype=torch.float32, device=device)
     weight = draw(48, 64, dtype=torch.float32, device=device)
-    norm = (draw(64, dtype=torch.float32, device=device), 1e-6)
+    norm = Norm(draw(64, dtype=torch.float32, device=device), 1e-6)
     for config in (PLAIN, SPLIT):
         workspace = Workspace(device)
         many = linear(x, weight, norm=norm, config=config, workspace=workspace)
@@ -204,9 +206,9 @@ def test_what_it_cannot_do_it_refuses(device: torch.device) -> None:
     weight = draw(16, 32, dtype=torch.float32, device=device)
     gain = torch.ones(32, device=device)
     with pytest.raises(AssertionError, match="the norm's weight has the dtype"):
-        linear(x, weight, norm=(gain.half(), 1e-6), config=PLAIN)
+        linear(x, weight, norm=Norm(gain.half(), 1e-6), config=PLAIN)
     with pytest.raises(AssertionError, match="the norm's weight is"):
-        linear(x, weight, norm=(gain[:31], 1e-6), config=PLAIN)
+        linear(x, weight, norm=Norm(gain[:31], 1e-6), config=PLAIN)
     with pytest.raises(AssertionError, match="needs a workspace"):
         linear(x, weight, config=SPLIT)
     with pytest.raises(AssertionError, match="129 tokens"):
@@ -220,7 +222,7 @@ def test_shapes_of_a_real_model(m: int, n: int, k: int, device: torch.device) ->
     dtype = torch.bfloat16
     x = draw(m, k, dtype=dtype, device=device)
     weight = draw(n, k, dtype=dtype, device=device, scale=k**-0.5)
-    norm = (draw(k, dtype=dtype, device=device), 1e-6)
+    norm = Norm(draw(k, dtype=dtype, device=device), 1e-6)
     for split in (1, 4):
         config = Config(32, 128, 4, 4, split, 32768)
         workspace = Workspace(device)

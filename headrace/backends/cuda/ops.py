@@ -21,7 +21,7 @@ from headrace.backends.cuda.buffers import Buffers
 from headrace.backends.cuda.kv_store import CudaKvStore, IdSlots
 from headrace.backends.cuda.latent import LatentStep
 from headrace.backends.cuda.turns import Turns
-from headrace.kernels import altup, streams
+from headrace.kernels import altup, product, streams
 from headrace.kernels.activation import activation
 from headrace.kernels.begin import begin
 from headrace.kernels.columns import GroupColumns
@@ -135,10 +135,10 @@ class CudaOps:
             return rms_norm(x, norm.weight, norm.eps, out=out, with_pdl=with_pdl)
         return layer_norm(x, norm.weight, norm.bias, norm.eps, out=out, with_pdl=with_pdl)
 
-    def _taken(self, x: Tensor, norm: Norm) -> tuple[Tensor, tuple[Tensor, float] | None]:
+    def _taken(self, x: Tensor, norm: Norm) -> tuple[Tensor, product.Norm | None]:
         """x, and the norm that a kernel for few tokens may fold in; else x is normed before."""
         if isinstance(norm, RMSNorm) and norm.weight.dtype == x.dtype:
-            return x, (norm.weight, norm.eps)
+            return x, product.Norm(norm.weight, norm.eps, norm.folded)
         return self._normed(x, norm), None
 
     def _scale(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -277,7 +277,7 @@ class CudaOps:
         assert weights.bias is None, "latent attention has none"
         config = self._config("qkv", x.shape[0], weights.weight)
         if config is not None:
-            gain = (norm.weight, norm.eps)
+            gain = product.Norm(norm.weight, norm.eps, norm.folded)
             return linear(x, weights.weight, norm=gain, out=out, **self._options(config))
         normed = out_of_norm[: x.shape[0]]
         rms_norm(x, norm.weight, norm.eps, out=normed, with_pdl=self._place.pdl)
