@@ -263,7 +263,9 @@ def build(shape: str, layers: int | None) -> Decoder:
     settings = Settings(backend="cuda", load_format="dummy", dtype="bfloat16")
     facts = read_facts(settings, ModelFiles(shape, "hf", folder))
     device = torch.device("cuda", torch.cuda.current_device())
-    return load_model(facts.spec, None, getattr(torch, facts.dtype.value), device)
+    model = load_model(facts.spec, None, getattr(torch, facts.dtype.value), device)
+    model.fold_norms()  # as the server does in bfloat16
+    return model
 
 
 def tune(args: argparse.Namespace) -> None:
