@@ -59,9 +59,8 @@ class LLM:
             empty for the default model.
         settings: a setting of `headrace serve` by its name, such as max_num_seqs=8, but for those
             that its HTTP side alone reads, which are refused. HEADRACE_* variables hold for those
-            not given here. An `itl_target_ms` of auto is no limit here:
-            nobody waits for single tokens, so prompts go as fast as they can, and a step that they
-            fill is theirs alone.
+            not given here. An `itl_target_ms` of auto is no limit here: nobody waits for single
+            tokens, so prompts go as fast as they can, and a step that they fill is theirs alone.
 
     Raises SetupError: a bad setting, or a model that cannot be found, read or run.
     """

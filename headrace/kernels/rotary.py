@@ -186,8 +186,7 @@ def rotary_write(
     rms_of = (x [T, K], eps) by what RMSNorm multiplies that row of x by before its weight; gets
     bias [(heads + 2 kv_heads) d], where it is given; is held within -clip and clip, unless that is
     0; then each head of q and of k goes through an RMSNorm: norms = (weight of q [d], of k [d],
-    eps).
-    v_eps > 0: each head of v is divided by its root mean square, as by a norm without weight.
+    eps). v_eps > 0: each head of v is divided by its root mean square, as by a norm without weight.
 
     turned: False = q and k are not. by_token: row t of cos and sin is token t's, whatever its
     position. own: False = there is q alone, qkv [T, heads d]; k and v stay as they are.
