@@ -218,25 +218,26 @@ class EngineMetrics:
     def update(self, stats: Stats) -> None:
         """Write what changed since the last call."""
         last = self._last
+        new: dict[str, float] = {}
+        for field, counter in self._counters:
+            value = new[field] = getattr(stats, field)
+            if value > last.get(field, 0):
+                counter.inc(value - last.get(field, 0))
+        for field, labelled in self._by_label:
+            labelled.update(getattr(stats, field))
+        self._histograms.flush()
+        # Gauges last: a page that shows no request has counted them all.
         if stats.kv_tokens != last.get("kv_tokens"):
             blocks = stats.kv_tokens // self._block_size  # of a sequence: readers multiply
             labels = (self._model_name, "0", str(self._block_size), str(blocks))
             self._config.labels(*labels).set(1)
         if stats.kv_used != last.get("kv_used"):
             self._usage.set(stats.kv_used / stats.kv_blocks if stats.kv_blocks else 0.0)
-        new: dict[str, float] = {}
         for field, gauge in self._gauges:
             value = new[field] = getattr(stats, field)
             if value != last.get(field):
                 gauge.set(value)
-        for field, counter in self._counters:
-            value = new[field] = getattr(stats, field)
-            if value > last.get(field, 0):
-                counter.inc(value - last.get(field, 0))
         self._last = new
-        for field, labelled in self._by_label:
-            labelled.update(getattr(stats, field))
-        self._histograms.flush()
 
 
 def _lost(registry: CollectorRegistry) -> int:

@@ -300,6 +300,9 @@ class Page:
                     self._files[name] = _File(path, found[name])
             except FileNotFoundError:  # of a process that was forgotten just now
                 continue
+        # Gauges are written last and read first: what is seen to be over is seen to be counted.
+        order = sorted(self._files.items(), key=lambda item: item[1].kind != "gauge")
+        self._files = dict(order)
 
     def _place(self, file: _File, key: str, offset: int) -> None:
         """Make the slot a part of its series."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.engine.stats import EngineStats
@@ -72,6 +73,26 @@ def test_engine_metrics_in_one_process() -> None:
     assert found["headrace_requests_finished_total lost"] == 0
     assert found["vllm:request_success_total stop"] == 2
     assert "vllm:request_success_total lost" not in found
+
+
+def test_what_ended_is_counted_before_a_gauge_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B086: another process may read between any two writes of an update."""
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("m", 16, registry)
+    metrics.update(stats(2, 5, {"abort": 0}, kv_used=4))
+    seen = []
+    write = Gauge.set
+
+    def look(gauge: Gauge, value: float) -> None:
+        seen.append(values(expose(registry).decode()))
+        write(gauge, value)
+
+    monkeypatch.setattr(Gauge, "set", look)
+    metrics.update(stats(0, 9, {"abort": 2}))
+    assert len(seen) == 3  # running, blocks used and their share
+    for found in seen:
+        assert found["headrace_requests_finished_total abort"] == 2
+        assert found["headrace_generation_tokens_total"] == 9
 
 
 def test_what_the_runner_counts_by_event() -> None:

@@ -20,7 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.observe.current import current
-from headrace.observe.metrics_page import Page
+from headrace.observe.metrics_page import Page, _Chunk, _Series
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 INF = float("inf")
@@ -161,6 +161,36 @@ def test_a_process_that_was_forgotten(tmp_path: Path, writer: Callable[[int], Wr
     assert parsed(page.text().decode()) == {("n_total", ()): 2.0}
     writer(4).write("gauge_livemostrecent", "headrace_requests_running", 1.0, {}, stamp_s=6.0)
     assert parsed(page.text().decode())["headrace_requests_running", ()] == 1.0
+
+
+@pytest.mark.parametrize("pid", [1, 9])
+def test_a_page_that_shows_no_request_has_counted_all(
+    tmp_path: Path, writer: Callable[[int], Writer], monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    """A process writes between any two reads of one page: what ended, then that nothing runs."""
+    engine, other = writer(pid), writer(5)
+    other.write("counter", "m_total", 1.0, {}, "m")
+    other.write("gauge_livemostrecent", "other", 1.0, {}, stamp_s=1.0)
+    left, read = 0, _Chunk.read  # reads until the process writes
+
+    def interrupted(chunk: _Chunk, dirty: set[_Series]) -> None:
+        nonlocal left
+        if left == 0:
+            engine.write("counter", "ended_total", 1.0, {}, "ended")
+            engine.write("gauge_livemostrecent", "running", 0.0, {}, stamp_s=3.0)
+        left -= 1
+        read(chunk, dirty)
+
+    monkeypatch.setattr(_Chunk, "read", interrupted)
+    shown = set()
+    for at in range(5):  # 4 files of one chunk each, and one time after all
+        engine.write("counter", "ended_total", 0.0, {}, "ended")
+        engine.write("gauge_livemostrecent", "running", 1.0, {}, stamp_s=2.0)
+        left = at
+        found = parsed(Page(tmp_path).text().decode())
+        assert left == at - 4
+        shown.add((found["running", ()], found["ended_total", ()]))
+    assert shown == {(1.0, 0.0), (1.0, 1.0), (0.0, 1.0)}, "never that nothing runs or has ended"
 
 
 def test_half_a_histogram_is_not_shown(tmp_path: Path, writer: Callable[[int], Writer]) -> None:
