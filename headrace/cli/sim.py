@@ -142,6 +142,7 @@ def _pairs(asked: dict[str, Any]) -> list[Tied]:
             "beside --save-trace, which runs nothing",
         ),
         Tied("speed", not asked["load"], "beside --load, which sets it"),
+        Tied("policy affinity", asked["workers"] > 1, "beside --workers 1: there is one to choose"),
         Tied("seed", not asked["trace"] or draws, "beside --trace without a policy that draws"),
     ]
 

@@ -86,6 +86,8 @@ SIM = "sim --workload cold --requests 3"
         ("--policy random,chwbl --affinity 0.5", "--affinity changes nothing without the policy"),
         ("--save-trace x --workers 2", "--workers changes nothing beside --save-trace"),
         ("--save-trace x --policy p2c", "--policy changes nothing beside --save-trace"),
+        ("--workers 1 --policy p2c", "--policy changes nothing beside --workers 1"),
+        ("--workers 1 --affinity 0.5", "--affinity changes nothing beside --workers 1"),
         ("--save-trace x --out y", "--out changes nothing beside --save-trace"),
     ],
 )
