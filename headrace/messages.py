@@ -471,3 +471,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     vectors: list[bytes] = []
     taps: list[Tap] = []
     sample_s: float = -1.0  # of busy_s, after the forward pass; -1 = this runner cannot tell
+    waited_s: float = 0.0  # `result` waited for the device; 0: it was done before, or nobody knows

@@ -242,8 +242,8 @@ class Engine:
         except Exception as error:
             self._recover(oldest.flight, error)
         else:
-            now_s = self._clock()
-            self._pace.landed(oldest.flight.plan, result.busy_s, now_s - asked_s, now_s)
+            waited_s = result.waited_s
+            self._pace.landed(oldest.flight.plan, result.busy_s, waited_s, asked_s + waited_s)
             self._apply(oldest, result)
 
     def _apply(self, entry: InFlight, result: StepResult) -> None:

@@ -14,7 +14,7 @@ from headrace.messages import StepPlan
 LEAST_SLACK_S = 0.0015  # kept beside what a launch takes: wake-ups are late by up to a millisecond
 MOST_SLACK_S = 0.05
 LEAST_WAIT_S = 0.001
-LATE_S = 0.0002  # a result that took no longer was there: the device was dry before the launch
+LATE_S = 0.0002  # a wait that took no longer was none: the device was dry before the launch
 REQUEST_S, TOKEN_S = 1e-4, 4e-7  # to plan and send one that waits, and each token of its prompt
 _FORGET = 0.97  # a step: of the longest launch, and of slack that was added
 
@@ -47,7 +47,11 @@ class Pace:
         self._launch_s[kind] = max(now_s - begun_s, self._launch_s[kind] * _FORGET)
 
     def landed(self, plan: StepPlan, busy_s: float, waited_s: float, now_s: float) -> None:
-        """The result of `plan` is known after a wait of `waited_s`: the device goes on."""
+        """The device was done with `plan` at `now_s`, after a wait of `waited_s`, and goes on.
+
+        What the host does with the result is no part of the wait: it would hide that the device had
+        run dry, and move the beginning of the next step.
+        """
         self._last_rows = _single_rows(plan)
         if self._last_rows:
             self._singles_s = self._singles_s[1], busy_s

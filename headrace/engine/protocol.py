@@ -1,8 +1,8 @@
 """The seams of the engine: `Runner`, whatever computes a step (the engine itself has no torch), and
 `ServingEngine`, what the HTTP side and `headrace.LLM` drive.
 
-Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV) and `runner.CpuRunner`.
-`tests/backend/` runs one suite against each.
+Implementations: `backends.fake.FakeRunner` (no torch, checks its own KV), `runner.runner.CpuRunner`
+and `runner.cuda_runner.CudaRunner`. `tests/backend/` runs one suite against each.
 """
 
 from __future__ import annotations

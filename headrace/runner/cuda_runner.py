@@ -9,6 +9,7 @@ one by one. Tokens come back through pinned memory, one event a step.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
@@ -180,9 +181,11 @@ class CudaRunner:
         """Wait for a step."""
         slot = finished.slot
         began, computed, ended = self._began[slot], self._computed[slot], self._ended[slot]
-        busy_s = sample_s = 0.0
+        busy_s = sample_s = waited_s = 0.0
         if began is not None and computed is not None and ended is not None:
+            asked_s = time.monotonic()
             ended.synchronize()
+            waited_s = time.monotonic() - asked_s
             busy_s = began.elapsed_time(ended) / 1e3
             sample_s = computed.elapsed_time(ended) / 1e3
         tokens: list[int] = []
@@ -199,7 +202,7 @@ class CudaRunner:
         vectors = [self._vector(slot, i, kind) for i, (_, kind) in enumerate(plan.pools)]
         taps = self._taps.read(slot) if finished.draws is not None else []
         return StepResult(
-            plan.step, tokens, failed, busy_s, logprobs, said, vectors, taps, sample_s
+            plan.step, tokens, failed, busy_s, logprobs, said, vectors, taps, sample_s, waited_s
         )
 
     def _vector(self, slot: int, i: int, kind: Pool) -> bytes:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -75,7 +76,9 @@ class CpuTicket:
     def result(self) -> StepResult:
         """Wait for the step. Raises what broke it."""
         assert self._result is not None, "finish() comes before result()"
-        return self._result.result()
+        asked_s = time.monotonic()
+        result = self._result.result()
+        return msgspec.structs.replace(result, waited_s=time.monotonic() - asked_s)
 
 
 def table_width(capacity: Capacity) -> int:

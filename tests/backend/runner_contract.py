@@ -159,7 +159,7 @@ class Steps:
         result = self.launch(masks).result()
         assert result.step == self.step
         assert result.failed == []
-        assert result.busy_s >= 0
+        assert min(result.busy_s, result.waited_s) >= 0
         assert result.sample_s == -1 or 0 <= result.sample_s <= result.busy_s + 1e-9
         assert all(0 <= token < self.runner.capacity.vocab_size for token in result.tokens)
         return result.tokens

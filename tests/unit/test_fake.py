@@ -114,13 +114,14 @@ def test_time_is_modelled_one_step_after_another() -> None:
     now[0] += 0.004  # the host is busy elsewhere meanwhile
     second = runner.launch(plan(2, starts=[4], counts=[1], ids=[None]))
     second.finish()
-    assert first.result().busy_s == pytest.approx(0.014)
-    assert second.result().busy_s == pytest.approx(0.011)
+    told = [first.result(), second.result()]
+    assert [result.busy_s for result in told] == pytest.approx([0.014, 0.011])
+    assert [result.waited_s for result in told] == pytest.approx([0.010, 0.011])
     assert slept == [0.010, 0.011]
     third = runner.launch(plan(3, starts=[5], counts=[1], ids=[None]))
     third.finish()
     now[0] += 1
-    third.result()
+    assert third.result().waited_s == 0.0
     assert len(slept) == 2
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from headrace.backends.fake import FakeRunner
+from headrace.backends.fake.runner import FakeTicket
 from headrace.config import Settings
 from headrace.engine.loop import Engine
 from headrace.engine.pace import LEAST_SLACK_S, Pace
@@ -100,26 +101,38 @@ def test_a_device_found_dry_gets_its_steps_earlier() -> None:
 
 
 class Halting(FakeRunner):
-    """A device that stands still for a while in one step."""
+    """A device that stands still for a while in one step, with a host that takes its time to read
+    what each step gave."""
 
     halts_s: Mapping[int, float] = {}  # step -> how long
+    reads_s = 0.0
 
     def _modelled_s(self, plan: StepPlan) -> float:
         return super()._modelled_s(plan) + self.halts_s.get(plan.step, 0.0)
+
+    def _await(self, ticket: FakeTicket) -> float:
+        waited_s = super()._await(ticket)
+        self._sleep(self.reads_s)
+        return waited_s
 
 
 class Served:
     """An overlapped engine as `engine.server` drives it, on modelled time."""
 
     def __init__(
-        self, *, waits: bool, cost: StepCost = COST, halts_s: Mapping[int, float] = {}
+        self,
+        *,
+        waits: bool,
+        cost: StepCost = COST,
+        halts_s: Mapping[int, float] = {},
+        reads_s: float = 0.0,
     ) -> None:
         self.now_s, self.waits = 0.0, waits
         self.busy_s = 0.0
         runner = Halting(
             400, 16, 8, 6000, cost=cost, eos_ids=(), clock=self.clock, sleep=self.sleep
         )
-        runner.halts_s = halts_s
+        runner.halts_s, runner.reads_s = halts_s, reads_s
         settings = Settings(max_num_seqs=8, max_num_batched_tokens=512)
         cache = KVCache(400, 16, True)
         self.engine = Engine(settings, cache, runner, overlap=True, clock=self.clock)
@@ -160,11 +173,12 @@ class Served:
         return left_s if left_s == inf else arrives_s - self.now_s
 
 
-def test_who_arrives_while_a_step_runs_is_in_the_next_one() -> None:
+@pytest.mark.parametrize("reads_s", [0.0, 0.004])
+def test_who_arrives_while_a_step_runs_is_in_the_next_one(reads_s: float) -> None:
     """At no cost to those that decode: the device is never idle."""
     first_s = {}
     for waits in (False, True):
-        served = Served(waits=waits)
+        served = Served(waits=waits, reads_s=reads_s)
         for handle in range(3):
             served.engine.submit(0, Submit(handle, [handle + 1] * 16, 2000, GREEDY))
         for _ in range(8):

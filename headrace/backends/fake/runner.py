@@ -84,7 +84,7 @@ class FakeTicket:
     def result(self) -> StepResult:
         """The tokens, once the modelled time has passed. See `engine.protocol.Ticket`."""
         assert self.tokens is not None, f"result of step {self.plan.step} before its finish"
-        self._runner._await(self)
+        waited_s = self._runner._await(self)
         return StepResult(
             self.plan.step,
             self.tokens,
@@ -95,6 +95,7 @@ class FakeTicket:
             self.vectors,
             self.taps,
             0.0,  # the modelled time is that of the forward pass
+            waited_s,
         )
 
 
@@ -377,12 +378,16 @@ class FakeRunner:
         reads = sum(start + 1 for start, _, ids in rows if ids is None)
         return cost.seconds(sum(plan.counts), pairs, reads)
 
-    def _await(self, ticket: FakeTicket) -> None:
+    def _await(self, ticket: FakeTicket) -> float:
+        """Until the modelled time of the oldest step has passed; seconds that it took."""
         assert self._in_flight, "no step in flight"
         oldest = self._in_flight.popleft()
         assert oldest is ticket, f"result of {ticket.plan.step} before {oldest.plan.step}"
-        if ticket.busy_s > 0 and (wait_s := ticket.ready_s - self._clock()) > 0:
-            self._sleep(wait_s)
+        asked_s = self._clock()
+        if ticket.busy_s <= 0 or ticket.ready_s <= asked_s:
+            return 0.0
+        self._sleep(ticket.ready_s - asked_s)
+        return self._clock() - asked_s
 
     # ------------------------------------------------------------ verify
 
