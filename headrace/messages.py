@@ -465,7 +465,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step: int
     tokens: list[int]
     failed: list[tuple[int, str]] = []  # (draw, why): that request alone ends with an error
-    busy_s: float = 0.0  # time the device worked on this step: CUDA events; processor time on a CPU
+    busy_s: float = 0.0  # of the device: between two CUDA events, or of a processor (metering.md)
     logprobs: list[Logprobs | None] = []
     prompt_logprobs: list[list[Logprobs]] = []
     vectors: list[bytes] = []
