@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace.api.record import Record
-from headrace.api.schemas import Chat, Completion, PromptIds
+from headrace.api.schemas import Chat, Completion
 from headrace.api.service import Service
 from headrace.errors import InvalidRequest
 
@@ -25,7 +25,7 @@ async def given_ids(
     given = request.prompt_ids
     if given is None:
         return []
-    _check(request, given)
+    _check(request)
     identity = await asyncio.to_thread(lambda: service.prompt_identity)
     if service.hooks.moderation or service.hooks.score:
         outcome = "hooks"
@@ -45,7 +45,7 @@ async def given_ids(
     return given.ids
 
 
-def _check(request: Chat | Completion, given: PromptIds) -> None:
+def _check(request: Chat | Completion) -> None:
     if isinstance(request, Completion):
         if not isinstance(request.prompt, str):
             raise InvalidRequest(f"{FIELD} is for a prompt that is one text", param=FIELD)

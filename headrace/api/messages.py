@@ -200,12 +200,12 @@ async def count_tokens(request: Request) -> Response:
     body, unknown = parse(Countable, raw, strict=service.settings.strict)
     service.check_model(body.model)
     _check_thinking(service, body)
-    count = await asyncio.to_thread(_count, service, raw, body)
+    count = await asyncio.to_thread(_count, service, body)
     content = encode_json({"input_tokens": count})
     return Response(content, headers=ignored(unknown), media_type="application/json")
 
 
-def _count(service: Service, raw: dict[str, Any], body: Countable) -> int:
+def _count(service: Service, body: Countable) -> int:
     with renamed(NAMES):
         chat = as_chat({}, chat_fields(body))
         return len(chat_ids(service, chat))

@@ -63,11 +63,6 @@ class Places:
         return cls(begins.astype(np.int32), tiles.astype(np.int32))
 
 
-def most_tiles(tokens: int) -> int:
-    """The most tiles of sequences that fill `tokens` positions of a target."""
-    return tokens // TILE
-
-
 @triton.jit(
     do_not_specialize=["width", "capacity"],
     do_not_specialize_on_alignment=["tables", "tiles"],

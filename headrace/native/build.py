@@ -15,7 +15,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,13 +61,6 @@ class Unavailable(msgspec.Struct, frozen=True):
     remedy: str
 
 
-class Built(msgspec.Struct, frozen=True):
-    """A library on disk. `built_s`: what building it took just now, 0 if it was there."""
-
-    path: Path
-    built_s: float
-
-
 def instruction_sets(machine: str = platform.machine()) -> dict[str, list[str]]:
     """Kernel tables of an architecture, best first -> the flags they are compiled with."""
     if machine in ("x86_64", "AMD64"):
@@ -109,7 +101,7 @@ def build(
     environ: Mapping[str, str] = os.environ,
     sets: Sequence[str] = (),
     extra_flags: Sequence[str] = (),
-) -> Built | Unavailable:
+) -> Path | Unavailable:
     """The library with kernels for `sets` (none: this processor's best), cached or newly built."""
     sets = sets or (best_set(),)
     kernels = [path for path in SOURCES.iterdir() if path.stem != _PIECES]
@@ -118,20 +110,20 @@ def build(
 
 def build_pieces(
     environ: Mapping[str, str] = os.environ, extra_flags: Sequence[str] = ()
-) -> Built | Unavailable:
+) -> Path | Unavailable:
     """The library that merges pieces of text, cached or newly built."""
     sources = [SOURCES / f"{_PIECES}.cpp"]
     return _cached(environ, "libpieces.so", [*FLAGS, *extra_flags], (), sources)
 
 
-def opened(built: Built | Unavailable, load: Callable[[Path], L]) -> L | Unavailable:
-    """What `load` makes of a library on disk."""
+def opened(built: Path | Unavailable, load: Callable[[Path], L]) -> L | Unavailable:
+    """What `load` makes of the library at a path."""
     if isinstance(built, Unavailable):
         return built
     try:
-        return load(built.path)
+        return load(built)
     except OSError as error:
-        return Unavailable(f"cannot load {built.path}: {error}", f"remove {built.path.parent}")
+        return Unavailable(f"cannot load {built}: {error}", f"remove {built.parent}")
 
 
 def _cached(
@@ -140,7 +132,7 @@ def _cached(
     flags: list[str],
     sets: Sequence[str],
     sources: Sequence[Path],
-) -> Built | Unavailable:
+) -> Path | Unavailable:
     """The library `name` of the newest sources. sets: of kernels; none: it has no kernels."""
     compiler = find_compiler(environ)
     if isinstance(compiler, Unavailable):
@@ -149,10 +141,10 @@ def _cached(
         folder = cache.cache_home(environ) / "native" / _key(compiler, flags, sets, sources)
         path = folder / name
         if path.exists():
-            return Built(path, 0.0)
+            return path
         with cache.lock(folder.parent / f"{path.stem}.lock"):
             if path.exists():  # another process was building it
-                return Built(path, 0.0)
+                return path
             return _build(compiler, flags, sets, path)
     except OSError as error:
         return Unavailable(f"cannot build in {cache.cache_home(environ)}: {error}", "make room")
@@ -204,9 +196,8 @@ def _pieces_for(
     return [[compiler, *flags, "-c", str(SOURCES / f"{_PIECES}.cpp"), "-o", made]], [made]
 
 
-def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> Built | Unavailable:
+def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> Path | Unavailable:
     log.info("building %s with %s, once: seconds to half a minute", path.stem, compiler)
-    began_s = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         folder = Path(temporary)
@@ -223,7 +214,7 @@ def _build(compiler: str, flags: list[str], sets: Sequence[str], path: Path) -> 
         if failures:
             return Unavailable(f"{compiler} failed: {failures[0]}", _REMEDY)
         os.replace(made, path)
-    return Built(path, time.perf_counter() - began_s)
+    return path
 
 
 def _run(command: list[str]) -> str:

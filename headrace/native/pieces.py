@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.native.build import Unavailable, build_pieces, opened
 
-PLAIN, SPECIAL, USER = 0, 1, 2  # roles: the last two are found in a text before anything is merged
+SPECIAL, USER = 1, 2  # roles: found in a text before anything is merged; 0 = plain
 
 
 class Library:

@@ -72,8 +72,7 @@ class DeviceMetrics:
     LABELS = ("device", "uuid", "name")
     DCGM_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")
 
-    def __init__(self, registry: CollectorRegistry, *values: str) -> None:
-        """values: of LABELS; none yet: series are made, and have no children."""
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._gauges = [
             (shown, _gauge(f"headrace_device_{shown.name}", shown.text, registry, self.LABELS))
             for shown in DEVICE

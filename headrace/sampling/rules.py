@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.messages import Rules
 from headrace.sampling.history import History, Ids
-
-Values = npt.NDArray[np.float64]
 
 
 def _ids(ids: list[int]) -> Ids:

@@ -21,7 +21,7 @@ def library() -> Library:
     built = build(sets=SETS, extra_flags=os.environ.get("NATIVE_FLAGS", "").split())
     if isinstance(built, Unavailable):
         pytest.skip(f"no native library: {built.reason}; {built.remedy}")
-    return Library(built.path)
+    return Library(built)
 
 
 @pytest.fixture(scope="session", params=SETS)

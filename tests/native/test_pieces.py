@@ -27,7 +27,7 @@ def library() -> Iterator[None]:
     built = build_pieces(extra_flags=os.environ.get("NATIVE_FLAGS", "").split())
     if isinstance(built, Unavailable):
         pytest.skip(f"no library: {built.reason}; {built.remedy}")
-    made = pieces.Library(built.path)
+    made = pieces.Library(built)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "load", lambda: made)
         yield
