@@ -13,7 +13,6 @@
 namespace HR_ISA {
 
 constexpr int kGroupBytes = 4 * kPanel;
-constexpr int kLaneBytes = 4 * L;
 
 // `q`: the block's quants at the first of the L rows. `s`: the scales of the run; `b` < kRun.
 struct Nibbles {

@@ -1,7 +1,7 @@
 // What is shown is in the address: #/request/ID/STAGE, #/request/KEY/STAGE or #/fleet.
 import { cell } from "./cell.js";
 
-export const STAGES = 11;
+const STAGES = 11;
 
 let before = { view: "request", id: "", stage: 1 };
 
