@@ -394,7 +394,7 @@ class Bill:
 
 
 def parameters_of(job: Job) -> dict[str, Any]:
-    """How it was drawn: no text, no ids."""
+    """How it was drawn: no text, no ids. The seed is one that a request may bring."""
     if job.pooling is not None:
         return {"pooling": job.pooling, "priority": job.priority}
     out: dict[str, Any] = {"max_tokens": job.max_tokens, "n": job.n, "priority": job.priority}
@@ -403,6 +403,8 @@ def parameters_of(job: Job) -> dict[str, Any]:
             continue
         if name == "rules":
             out["rules"] = value.size
+        elif name == "seed":
+            out["seed"] = value - 2**64 if value >= 2**63 else value
         elif isinstance(value, msgspec.Struct):
             out[name] = {
                 key: len(part) if isinstance(part, list) else part

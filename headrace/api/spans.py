@@ -125,9 +125,4 @@ def _facts(record: Record) -> dict[str, Value]:
             "gen_ai.latency.time_in_model_prefill": record.prefill_s,
             "gen_ai.latency.time_in_model_decode": record.last_token_s - record.first_token_s,
         }
-    return {name: _fit(value) for name, value in facts.items()}
-
-
-def _fit(value: Value) -> Value:
-    """OTLP's integers have 64 bits and a sign; a seed may be larger."""
-    return str(value) if isinstance(value, int) and value >= 2**63 else value
+    return facts

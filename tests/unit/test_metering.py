@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -20,6 +21,7 @@ from headrace.api.exchange import Exchange
 from headrace.api.metering import NO_OUTPUT, Bill, Counts, Meter, parameters_of
 from headrace.api.prepare import Prepared
 from headrace.api.stream import EventStream
+from headrace.draws import Draws
 from headrace.engine.client import EngineClient, Job
 from headrace.engine.token_stream import TokenStream
 from headrace.errors import EngineDead, RequestFailed, SetupError, UsageLogFailed
@@ -263,6 +265,14 @@ def test_a_failed_fsync_admits_none_where_it_is_waited_for(
 def test_a_log_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="usage_log = "):
         Office(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("asked", [-(2**63), -1, 0, 7, 2**63 - 1])
+def test_a_seed_is_named_as_a_request_brings_it(asked: int) -> None:
+    """Whoever reads it can send it again: engines count seeds from 0."""
+    named = parameters_of(Job([1], 5, Sampling(seed=asked % 2**64))).get("seed", 0)
+    assert named == asked
+    assert msgspec.convert({"seed": named}, Draws).seed == asked
 
 
 def test_parameters_hold_neither_text_nor_ids() -> None:

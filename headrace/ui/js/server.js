@@ -45,7 +45,7 @@ export async function getJson(path) {
 export async function getSized(path) {
   const response = await ask(path);
   const text = await response.text();
-  const found = JSON.parse(text.replace(/("seed":)(\d{16,})/g, '$1"$2"'));
+  const found = JSON.parse(text.replace(/("seed":)(-?\d{16,})/g, '$1"$2"'));
   const unanswered = Number(response.headers.get("x-headrace-unanswered"));
   return { found, chars: text.length, unanswered };
 }
