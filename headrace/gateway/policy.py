@@ -102,8 +102,9 @@ def prefix_affinity(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
 def weighted(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
     """The scorers of the Gateway API inference extension: queue, KV use and prefix, weighted.
 
-    queue = (max - own) / (max - min) over waiting requests (1 where all are equal); KV = 1 - use;
-    prefix = held share of the prompt. The score here is the negative of their sum.
+    queue = (max - own) / (max - min) over waiting requests (1 where all are equal); KV = 1 - use,
+    which the simulator alone knows; prefix = held share of the prompt. The score here is the
+    negative of their sum.
     """
     waiting = [worker.waiting for worker in view.workers]
     most, fewest = max(waiting), min(waiting)
@@ -111,7 +112,7 @@ def weighted(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
     for worker, cached in zip(view.workers, ask.cached_tokens, strict=True):
         queue = (most - worker.waiting) / (most - fewest) if most > fewest else 1.0
         held = cached / ask.prompt_tokens if ask.prompt_tokens else 0.0
-        total = knobs.queue_weight * queue + knobs.kv_weight * (1.0 - worker.kv_usage)
+        total = knobs.queue_weight * queue + knobs.kv_weight * worker.free_kv
         scores.append(-(total + knobs.prefix_weight * held) * worker.warm)
     return Choice(_lowest(scores, view.workers), "score", tuple(scores))
 

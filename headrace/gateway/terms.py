@@ -90,7 +90,7 @@ def _weighted(made: Decided, at: int, knobs: Knobs) -> list[Term]:
     held = made.cached_tokens[at] / made.prompt_tokens if made.prompt_tokens else 0.0
     return [
         Term("short queue", queue, -knobs.queue_weight * worker.warm),
-        Term("free KV memory", 1.0 - worker.kv_usage, -knobs.kv_weight * worker.warm),
+        Term("free KV memory", worker.free_kv, -knobs.kv_weight * worker.warm),
         Term("share of the prompt held", held, -knobs.prefix_weight * worker.warm),
     ]
 

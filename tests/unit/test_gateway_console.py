@@ -96,6 +96,7 @@ async def test_a_decision_tells_its_terms_and_who_was_left_out() -> None:
         attempt = told["attempts"][0]
         assert attempt["left_out"] == [{"worker": two.url, "why": "draining"}]
         (candidate,) = attempt["candidates"]
+        assert candidate["kv_usage"] is None, "nobody was asked"
         names = [term["name"] for term in candidate["terms"]]
         assert names == ["pending uncached tokens", "decoding tokens", "own tokens"]
         assert sum(term["adds"] for term in candidate["terms"]) == candidate["score"]

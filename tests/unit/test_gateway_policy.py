@@ -130,6 +130,8 @@ def test_weighted_adds_the_three_scores() -> None:
     choice = POLICIES["weighted"](view, ask((500, 0)), KNOBS)
     assert list(choice.scores) == [-2.5, -4.0]  # -(0 + 2 * 0.5 + 3 * 0.5), -(2 + 2 + 0)
     assert choice.index == 1
+    unknown = POLICIES["weighted"](workers(2, waiting=10), ask((500, 0)), KNOBS)
+    assert list(unknown.scores) == [-3.5, -4.0], "nothing is taken, as far as anybody knows"
 
 
 def test_p2c_takes_the_less_busy_of_two() -> None:
