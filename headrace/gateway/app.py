@@ -334,7 +334,7 @@ class Gateway:
             self._only(request, b"GET")
             told = self.decisions.tell(unquote(path.removeprefix(DECISIONS)))
             if told is None:
-                raise NotFound("no such decision is kept", code="not_found")
+                raise NotFound("no such decision is kept", code="decision_not_found")
             status, said = 200, told
         elif path in self.console.routes:
             self._only(request, b"GET")
@@ -343,13 +343,13 @@ class Gateway:
             self._only(request, b"GET")
             status, said = self._routes[path]()
         else:
-            raise NotFound(f"no route {path}", code="not_found")
+            raise NotFound(f"no route {path}", code="route_not_found")
         client.answer(status, [JSON], msgspec.json.encode(said))
 
     def _page(self, client: Client, request: Request) -> None:
         """The fleet page, if there is one."""
         if not self.settings.ui:
-            raise NotFound("the fleet page is off", code="not_found")
+            raise NotFound("the fleet page is off", code="route_not_found")
         self._only(request, b"GET")
         page.check(self.settings.host, self.doorkeeper.keyed, request)
         page.answer(client, request)

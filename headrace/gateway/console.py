@@ -134,7 +134,7 @@ class Console:
     def _linted(self, query: bytes) -> Said:
         limit = _limit(_asked(query, "limit"))
         if self._lint is None:
-            raise NotFound("lint is off", code="not_found")
+            raise NotFound("lint is off", code="route_not_found")
         said = self._lint.tell()
         return {**said, "tenants": said["tenants"][:limit]}
 

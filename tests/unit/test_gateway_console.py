@@ -102,6 +102,26 @@ async def test_a_decision_tells_its_terms_and_who_was_left_out() -> None:
         assert sum(term["adds"] for term in candidate["terms"]) == candidate["score"]
 
 
+def keys_of(said: Any) -> set[str]:
+    """Of all objects in it."""
+    if isinstance(said, list):
+        return set().union(*map(keys_of, said))
+    own = set(said) if isinstance(said, dict) else set()
+    return own.union(*map(keys_of, said.values())) if own else own
+
+
+async def test_the_page_of_routes_names_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway-page.md").read_text()
+    named = set(re.findall(r"\b[a-z_]+\b", page.partition("## The routes beneath it")[2]))
+    async with Mock() as one, Mock() as two, gateway(one, two) as made:
+        made.fleet.workers[two.url].draining = True
+        for _ in range(2):
+            await call(made.port, chat(LONG), headers={"x-request-id": "asked"})
+        for path in (*made.console.routes, "/gateway/decisions/asked"):
+            said = (await look(made.port, path)).json()
+            assert keys_of(said) <= named, (path, keys_of(said) - named)
+
+
 async def test_why_a_worker_was_no_candidate() -> None:
     async def fails(asked: Asked, out: Out) -> None:
         await out.json({"error": {"message": "broken"}}, 500)

@@ -99,10 +99,10 @@ async def test_pipelined_requests_get_answers_in_order() -> None:
         (b'{"worker":"\xff"}', "/gateway/drain", "POST", 400, "invalid_request"),
         (b"[" * 5000, "/gateway/drain", "POST", 400, "invalid_request"),
         (b"x" * 2000, "/v1/chat/completions", "POST", 413, "request_too_large"),
-        (b"", "/v1/nothing", "POST", 404, "not_found"),
+        (b"", "/v1/nothing", "POST", 404, "route_not_found"),
         (b"", "/v1/chat/completions", "GET", 405, "method_not_allowed"),
         (b'{"model":"other"}', "/v1/completions", "POST", 404, "model_not_found"),
-        (b"", "/gateway/decisions/none", "GET", 404, "not_found"),
+        (b"", "/gateway/decisions/none", "GET", 404, "decision_not_found"),
     ],
 )
 async def test_what_the_gateway_refuses(
