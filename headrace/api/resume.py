@@ -26,8 +26,8 @@ from headrace.homes import STREAM, given_tag, stream_id
 
 HEADER = b"x-headrace-stream-id"
 NEVER = "headrace.never_resumed"  # in a scope: this client can come back to nothing
-KEEP_ALIVE = b": keep-alive\n\n"
 KEPT_ENDED = 64  # times the bytes of one stream, for those that ended within the grace period
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: no event, so nobody is told it again
 _EVENT = re.compile(rf"(?:({STREAM})\.)?(\d{{1,15}})")
 Headers = list[tuple[bytes, bytes]]
 

@@ -15,13 +15,13 @@ from headrace.api.errors import CLIENT_GONE, ClientGone, as_ours
 from headrace.api.events import Events
 from headrace.api.exchange import Exchange
 from headrace.api.metering import Bill
+from headrace.api.resume import KEEP_ALIVE
 from headrace.engine.token_stream import Delta, TokenStream
 from headrace.observe.metrics import ApiMetrics
 from headrace.text.parts import joined
 
 log = logging.getLogger("headrace.api")
 
-KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from headrace.errors import ModelError
 from headrace.native.library import BLOCK, Library, Matrix
+from headrace.native.memory import ALIGN_BYTES
 
 PLAIN_TYPES = {0: "float32", 1: "float16", 30: "bfloat16"}  # ggml type -> torch's name
 _CHUNK_BYTES = 32 * 2**20
-_ALIGN_BYTES = 64
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,7 +42,7 @@ class Arena:
 
     def take(self, size_bytes: int) -> Bytes:
         """`size_bytes` zeros, aligned to 64; they live as long as the array does."""
-        padded = -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        padded = -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         if padded > self._left.size:
             self._left = zeros(max(padded, self._chunk_bytes))
         taken, self._left = self._left[:size_bytes], self._left[padded:]

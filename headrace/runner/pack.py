@@ -29,7 +29,7 @@ from headrace.runner.pieces import ordered
 from headrace.runner.progress import Count, Progress
 
 _CHUNK_BYTES = 16 * 2**20  # of a checkpoint's rows, packed at a time
-_NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}
+NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}  # GGUF's, of plain types
 _ITEM_BYTES = {0: 4, 1: 2, 30: 2}  # of PLAIN_TYPES
 _BOTH = "gate_up.weight"  # kernels take gate and up as two matrices
 _VOCABULARY = ("embed.weight", "head.weight")
@@ -138,7 +138,7 @@ def _floats(name: str, slot: Slot, checkpoint: RawCheckpoint) -> Floats:
     """All of a small tensor, as its parameter has it."""
     stored = _stored_type(name, checkpoint)
     raw = np.ascontiguousarray(checkpoint.raw(name, 0, slot.shape[0])).reshape(-1)
-    if stored == _NUMBERS["bfloat16"]:
+    if stored == NUMBERS["bfloat16"]:
         values: Floats = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     elif stored in PLAIN_TYPES:
         values = raw.view(PLAIN_TYPES[stored]).astype(np.float32)
@@ -189,7 +189,7 @@ def fill(
 ) -> None:
     """raw [n, bytes of a row of type `stored`] goes to rows `targets`, in the matrix's type."""
     if stored not in PLAIN_TYPES and matrix.ggml_type != stored:
-        raw, stored = ggml.dequantize(raw, stored).view(np.uint8), _NUMBERS["float32"]
+        raw, stored = ggml.dequantize(raw, stored).view(np.uint8), NUMBERS["float32"]
     if stored in PLAIN_TYPES and matrix.ggml_type not in PLAIN_TYPES:
         raw = quantise(library, matrix.ggml_type, stored, raw, matrix.columns)
     matrix.fill(raw, targets)
@@ -217,9 +217,9 @@ def _stored_type(name: str, checkpoint: RawCheckpoint) -> int:
     if isinstance(checkpoint, GgufFile):
         return checkpoint.header.tensors[name].ggml_type
     dtype = checkpoint.tensors[name].dtype
-    if dtype not in _NUMBERS:
+    if dtype not in NUMBERS:
         raise ModelError(f"tensor {name}: type {dtype} is not supported")
-    return _NUMBERS[dtype]
+    return NUMBERS[dtype]
 
 
 def packed_type(
@@ -232,4 +232,4 @@ def packed_type(
         recipe = RECIPES[quantization]
         number = recipe.vocabulary if parameter in _VOCABULARY else recipe.layers
         return number if library.packed_bytes(number, *shape) >= 0 else stored
-    return stored if library.packed_bytes(stored, *shape) >= 0 else _NUMBERS["float32"]
+    return stored if library.packed_bytes(stored, *shape) >= 0 else NUMBERS["float32"]

@@ -8,11 +8,9 @@ from torch import nn
 
 from headrace.models.layers import Decoder
 from headrace.native.library import Library
-from headrace.native.weights import PLAIN_TYPES, Arena, PackedMatrix
+from headrace.native.weights import Arena, PackedMatrix
 from headrace.runner.checkpoint import bytes_of
-from headrace.runner.pack import Weights, fill, is_plain, packed_type
-
-_NUMBERS = {name: number for number, name in PLAIN_TYPES.items()}
+from headrace.runner.pack import NUMBERS, Weights, fill, is_plain, packed_type
 
 
 def pack_model(model: Decoder, library: Library, *, quantization: str = "none") -> Weights:
@@ -27,7 +25,7 @@ def pack_model(model: Decoder, library: Library, *, quantization: str = "none") 
             continue
         weights.packed[name] = []
         for part in parameter.chunk(2) if name.endswith("gate_up.weight") else (parameter,):
-            stored = _NUMBERS[str(part.dtype).removeprefix("torch.")]
+            stored = NUMBERS[str(part.dtype).removeprefix("torch.")]
             number = packed_type(name, stored, tuple(part.shape), library, quantization)
             matrix = PackedMatrix(library, arena, number, *part.shape)
             rows = np.arange(part.shape[0], dtype=np.int32)
