@@ -18,6 +18,7 @@ from headrace.bench.saturation import saturated
 from headrace.bench.stats import Record, Shape
 from headrace.bench.workload import Session, Workload
 
+TOLD_S = 0.5  # between two words of how far it is
 BEAT_S = 0.05  # how often the loop's own delay is looked at
 
 
@@ -108,9 +109,7 @@ def progress_of(driver: Driver) -> Progress:
     )
 
 
-async def run_job(
-    job: Job, start_s: float, on_progress: Callable[[Progress], None], period_s: float = 0.5
-) -> Outcome:
+async def run_job(job: Job, start_s: float, on_progress: Callable[[Progress], None]) -> Outcome:
     """Run the share from `start_s` (monotonic) on. Raises ConfigError for a trace that is wrong."""
     target, load, shape = job.target, job.workload, job.shape
     async with client_session(target) as session:
@@ -119,7 +118,7 @@ async def run_job(
         share = shape.concurrency // job.of + (job.index < shape.concurrency % job.of)
         await asyncio.sleep(max(0.0, start_s - time.monotonic()))
         wall_s, own_s = time.monotonic(), time.process_time()
-        async with _watched(job, driver, on_progress, period_s) as delays_s:
+        async with _watched(job, driver, on_progress) as delays_s:
             if shape.is_open:
                 await driver.open(arrivals_of(job), start_s, share)
             else:
@@ -133,7 +132,7 @@ async def run_job(
 
 @contextlib.asynccontextmanager
 async def _watched(
-    job: Job, driver: Driver, on_progress: Callable[[Progress], None], period_s: float
+    job: Job, driver: Driver, on_progress: Callable[[Progress], None]
 ) -> AsyncIterator[list[float]]:
     """Beside the load: the loop's delays, progress, and a look for saturation."""
     delays_s: list[float] = []
@@ -145,7 +144,7 @@ async def _watched(
             await asyncio.sleep(BEAT_S)
             now_s = time.monotonic()
             delays_s.append(max(0.0, now_s - before_s - BEAT_S))
-            if now_s - last_s >= period_s:
+            if now_s - last_s >= TOLD_S:
                 last_s = now_s
                 on_progress(progress_of(driver))
                 if job.stop_saturated and saturated(driver.records, now_s):

@@ -82,9 +82,8 @@ class NaiveEngine:
         *,
         max_model_len: int,
         vocab_size: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._generate, self._clock = settings, generate, clock
+        self._settings, self._generate = settings, generate
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
         self._live: dict[Key, _Job] = {}
         self._out: dict[int, TokenOut] = {}
@@ -106,7 +105,7 @@ class NaiveEngine:
             self._finished["refused"] += 1
             self._to(owner).dones.append(Done(message.handle, *refusal))
             return
-        job = _Job((owner, message.handle), message, self._clock())
+        job = _Job((owner, message.handle), message, time.monotonic())
         self._live[job.key] = job
         if not message.max_tokens:
             self._close_job(job, "length")  # it keeps no cache: there is nothing to compute
@@ -150,7 +149,7 @@ class NaiveEngine:
 
     def look(self, owner: int, _message: Look) -> None:
         """Counts; there are neither steps nor blocks."""
-        self._to(owner).view = view_of(self.stats(), self._clock(), 0)
+        self._to(owner).view = view_of(self.stats(), time.monotonic(), 0)
 
     def drop_owner(self, owner: int) -> None:
         """The owner is gone: nothing of its requests is handed out any more."""
@@ -216,7 +215,7 @@ class NaiveEngine:
 
     def _begin(self, job: _Job) -> None:
         if not job.gone:
-            self._running, job.begun_s = 1, self._clock()
+            self._running, job.begun_s = 1, time.monotonic()
 
     def _token(self, job: _Job, choice: int, token: int, at_s: float) -> None:
         if job.gone or choice in job.ended:
@@ -256,7 +255,7 @@ class NaiveEngine:
         if job.begun_s:
             self._running = 0
             self._prompt_tokens += len(job.message.prompt)
-        now_s = self._clock()
+        now_s = time.monotonic()
         begun_s = job.begun_s or now_s
         del self._live[job.key]
         self._finished[reason] += 1
@@ -288,7 +287,7 @@ class NaiveEngine:
         for choice in range(message.n):
 
             def on_token(token: int, choice: int = choice) -> None:
-                at_s = self._clock()
+                at_s = time.monotonic()
                 self._events.put(lambda: self._token(job, choice, token, at_s))
                 if job.gone or choice in job.ended:
                     raise _Stopped

@@ -82,13 +82,12 @@ class EngineClient:
         worker: int = 0,
         *,
         engine_timeout_s: float = 10.0,
-        on_done: Callable[[TokenStream, Done], None] | None = None,
     ) -> None:
         self._folder = folder
         # A new start of the same worker is a stranger to the engine: old handles cannot reach it.
         self._identity = f"{worker}.{os.getpid()}.{secrets.token_hex(4)}".encode()
         self._engine_timeout_s = engine_timeout_s
-        self.on_done = on_done
+        self.on_done: Callable[[TokenStream, Done], None] | None = None
         self.on_view: Callable[[View], None] | None = None  # answers to `look`
         # Told the seconds from a token of a choice to its next one, and how often that was so.
         self.on_gap: Callable[[float, int], None] | None = None
@@ -121,13 +120,13 @@ class EngineClient:
         self._loop.add_reader(self._fd, self._readable)
         self._tick_task = asyncio.create_task(self._tick())
 
-    async def first_pulse(self, timeout_s: float = FRESH_S) -> None:
-        """Wait until the engine process was heard, or for `timeout_s`.
+    async def first_pulse(self) -> None:
+        """Wait until the engine process was heard, or for `FRESH_S`.
 
         It pulses from its first moment on, so a process that joins a running server knows the
         engine before it takes a request.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + FRESH_S
         while self._pulse is None and time.monotonic() < deadline_s:
             await asyncio.sleep(FIRST_TICK_S)
             self._read_pulses()

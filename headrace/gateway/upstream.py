@@ -12,6 +12,7 @@ import httptools
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FETCHED_BYTES = 4 * 2**20  # of an answer that the gateway itself asked for
+MOST_IDLE = 256  # connections to one worker that are kept open
 SIZES = (b"content-length", b"transfer-encoding")  # say where a body ends
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
@@ -157,7 +158,6 @@ class Pool:
         host: str,
         port: int,
         timeout_s: float,
-        max_idle: int = 256,
         tls: ssl.SSLContext | None = None,
         name: str = "",
     ) -> None:
@@ -165,7 +165,6 @@ class Pool:
         self._host, self._port, self._timeout_s = host, port, timeout_s
         self._tls, self._name = tls, name if tls is not None else None
         self._idle: list[Upstream] = []
-        self._max_idle = max_idle
         self.heard_s = 0.0  # loop time of the last byte of this worker
 
     def heard(self) -> None:
@@ -194,7 +193,7 @@ class Pool:
 
     def give_back(self, connection: Upstream) -> None:
         """It has no request now."""
-        if len(self._idle) < self._max_idle:
+        if len(self._idle) < MOST_IDLE:
             self._idle.append(connection)
         else:
             connection.close()

@@ -27,9 +27,8 @@ class Checker:
     special: the names of the tokenizer's special tokens, which a Lark grammar may use.
     """
 
-    def __init__(self, special: Sequence[str] = (), limit_s: float = CHECK_S) -> None:
+    def __init__(self, special: Sequence[str] = ()) -> None:
         self._special = list(special)
-        self._limit_s = limit_s
         self._pool = ThreadPoolExecutor(PROCESSES, "grammar check")
         self._lock = threading.Lock()
         self._waiting = 0
@@ -86,10 +85,10 @@ class Checker:
     def _ask(self, grammar: Grammar) -> str:
         process = self._process()
         try:
-            answer = process.ask(msgspec.json.encode(grammar), self._limit_s)
+            answer = process.ask(msgspec.json.encode(grammar), CHECK_S)
             return msgspec.json.decode(answer, type=str)
         except TimeoutError:
-            why = f"over {self._limit_s:g} s"
+            why = f"over {CHECK_S:g} s"
         except ConnectionError:
             why = "too much memory or depth"
         process.end()

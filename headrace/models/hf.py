@@ -85,14 +85,13 @@ def windows(config: Config, sliding: Sequence[bool], window: int | None) -> tupl
     return tuple(LayerSpec(window=window if slides else 0) for slides in sliding)
 
 
-def rope_of(config: Config, head_dim: int, rope: Config | None = None) -> tuple[Rope, int]:
+def rope_of(config: Config, head_dim: int) -> tuple[Rope, int]:
     """The rotary embedding, and the positions that it makes of `max_position_embeddings`.
 
-    Reads both spellings: `rope_theta` + `rope_scaling`, and the newer `rope_parameters`; `rope`
-    is read instead if given. Raises ModelError for what `Rope` has no kind for.
+    Reads both spellings: `rope_theta` + `rope_scaling`, and the newer `rope_parameters`. Raises
+    ModelError for what `Rope` has no kind for.
     """
-    if rope is None:
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = {key: value for key, value in rope.items() if value is not None}
     positions = Need(config, "config.json").count("max_position_embeddings")
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)

@@ -141,9 +141,9 @@ def qkv_slots(
     return found
 
 
-def mlp_slots(spec: ModelSpec, layer: int, hf_names: str = "mlp.") -> list[Slot]:
+def mlp_slots(spec: ModelSpec, layer: int) -> list[Slot]:
     """gate, up and down."""
-    ours, hf, gguf = f"blocks.{layer}.ffn.", f"model.layers.{layer}.{hf_names}", f"blk.{layer}.ffn_"
+    ours, hf, gguf = f"blocks.{layer}.ffn.", f"model.layers.{layer}.mlp.", f"blk.{layer}.ffn_"
     ffn, hidden, bias = spec.layer(layer).ffn or spec.ffn, spec.hidden, spec.mlp_bias
     both = f"{ours}gate_up"
     return [

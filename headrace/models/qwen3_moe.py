@@ -81,7 +81,7 @@ def routed_slots(
 
 
 def expert_slots(
-    spec: ModelSpec, layer: int, hf_prefix: str, names: tuple[str, str, str], router: str = "gate"
+    spec: ModelSpec, layer: int, hf_prefix: str, names: tuple[str, str, str]
 ) -> list[Slot]:
     """The router, and each expert's three matrices under `names` (gate, up, down)."""
     experts = spec.experts
@@ -89,7 +89,7 @@ def expert_slots(
     ours, hidden, ffn = f"blocks.{layer}.routed.", spec.hidden, experts.ffn
     gate, up, down = names
     found = matrix(
-        f"{ours}router", f"{hf_prefix}{router}", "", (experts.count, hidden), bias=experts.biases
+        f"{ours}router", f"{hf_prefix}gate", "", (experts.count, hidden), bias=experts.biases
     )
     for index in range(experts.total):
         theirs = f"{hf_prefix}experts.{index}."

@@ -7,6 +7,8 @@ import ctypes
 from headrace.errors import ConfigError
 from headrace.native.library import Library, Op, Step
 
+SPIN_US = 20  # of a thread without work, before it sleeps
+
 
 class Pool:
     """`threads` threads, the caller of `run` among them; they sleep between steps.
@@ -21,12 +23,11 @@ class Pool:
         library: Library,
         threads: int,
         *,
-        spin_us: int = 20,
         isa: str = "",
     ) -> None:
         assert threads >= 1, "the caller is a thread"
         self.library = library
-        self._handle = library.pool_new(threads, spin_us, isa.encode())
+        self._handle = library.pool_new(threads, SPIN_US, isa.encode())
         if not self._handle:
             raise ConfigError(f"this processor does not run the {isa} kernels")
         self.threads = threads

@@ -27,7 +27,7 @@ class DeviceState:
 
     All int32: tables [groups, max_rows + 1, width], last [max_rows + 1], prompts [max_rows + 1]
     (tokens of each prompt), params [max_rows + 1, 8], edits [max_rows + 1, EDIT_WIDTH] and arena
-    [list_ids] (see `kernels.edit_params`). The last row is the spare one that padding uses: its
+    [LIST_IDS] (see `kernels.edit_params`). The last row is the spare one that padding uses: its
     tables name the spare block throughout.
 
     id_block = 0: nothing of a sequence's ids stands here, and `Join.history` is not needed, since
@@ -41,7 +41,6 @@ class DeviceState:
         width: int,
         spare_block: int,
         device: torch.device,
-        list_ids: int = LIST_IDS,
         *,
         groups: int = 1,
         id_block: int = 0,
@@ -49,7 +48,7 @@ class DeviceState:
         rows = max_rows + 1
         self._width, self._rows, self._groups = width, rows, groups
         self._row_ids = id_block * width
-        sizes = [groups * rows * width, rows, rows, rows * WIDTH, rows * EDIT_WIDTH, list_ids]
+        sizes = [groups * rows * width, rows, rows, rows * WIDTH, rows * EDIT_WIDTH, LIST_IDS]
         sizes.append(rows * self._row_ids)
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts = torch.split(self._all, sizes)
@@ -68,7 +67,7 @@ class DeviceState:
         self.spare_row = max_rows
         self._taken = [False] * max_rows
         self._kinds = [0] * max_rows  # places in KINDS
-        self._lists = Arena(list_ids)
+        self._lists = Arena(LIST_IDS)
         self._pieces: dict[int, tuple[int, int]] = {}  # row -> its (begin, count) of the arena
         self._not_neutral: set[int] = set()  # rows of `edits` that are not _NEUTRAL
         self.edited: dict[int, Sampling] = {}  # rows whose logits are written anew

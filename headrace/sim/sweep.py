@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -79,7 +79,6 @@ def sweep(
     *,
     knobs: Knobs,
     seed: int,
-    on_point: Callable[[Point], None] = lambda point: None,
 ) -> tuple[Point, ...]:
     """A run for each policy, speed and pressure; no pressures = the fleet's own cache."""
     points = []
@@ -99,7 +98,6 @@ def sweep(
                     outcome=simulate(asked, at, policy, knobs=knobs, seed=seed),
                 )
                 points.append(point)
-                on_point(point)
     return tuple(points)
 
 

@@ -44,12 +44,9 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         for name, made in list(self.filters.items()):
             self.filters[name] = _ticking(made, self.tick)
 
-    def render_within(
-        self, template: jinja2.Template, variables: dict[str, Any], limit_s: float = RENDER_S
-    ) -> str:
+    def render_within(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """Raises TooMuch beside whatever the template raises."""
-        self._local.deadline_s = time.monotonic() + limit_s
-        self._local.limit_s = limit_s
+        self._local.deadline_s = time.monotonic() + RENDER_S
         pieces: list[str] = []
         size = 0
         for piece in template.generate(variables):
@@ -62,7 +59,7 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
     def tick(self) -> None:
         """Raises TooMuch when the time is up."""
         if time.monotonic() > self._local.deadline_s:
-            raise TooMuch(f"it takes longer than {self._local.limit_s:g} s")
+            raise TooMuch(f"it takes longer than {RENDER_S:g} s")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.tick()

@@ -47,7 +47,7 @@ LARGE = (
 def test_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the limit these run for hours."""
     template = made(text)
-    monkeypatch.setattr(template_guard.GuardedEnvironment.render_within, "__defaults__", (0.05,))
+    monkeypatch.setattr(template_guard, "RENDER_S", 0.05)
     with pytest.raises(InvalidRequest, match=r"longer than 0.05 s") as caught:
         template.render(USER, go=True)
     assert caught.value.param == "messages"

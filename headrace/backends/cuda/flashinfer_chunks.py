@@ -228,6 +228,6 @@ class FlashInferChunks:
         return WrappedChunks(turn.wrapper, first, int(counts.sum()))
 
 
-def _ends(text: str, most: int = 600) -> str:
+def _ends(text: str) -> str:
     """A compiler's output tells at its ends what failed."""
-    return text if len(text) <= 2 * most else f"{text[:most]} [...] {text[-most:]}"
+    return text if len(text) <= 1200 else f"{text[:600]} [...] {text[-600:]}"
