@@ -9,7 +9,7 @@ The share is that of the median rounds. Beside it: CPU microseconds a token of t
 and of the HTTP processes, the time to the first token, and how much of the time the device worked.
 
 The client is sockets and a selector, and takes about 10 microseconds an event: server and client
-need three cores to themselves, or the figures are those of a shared machine (`machine_cores`).
+need three cores to themselves, or the figures are those of a shared machine (`cores`).
 """
 
 from __future__ import annotations
