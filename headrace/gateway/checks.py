@@ -1,4 +1,5 @@
-"""Active checks: each worker is asked for its health, and now and then for its models.
+"""Active checks: each worker is asked for its health, and now and then for its models; for how full
+its KV cache is too, where the policy goes by it.
 
 Busy is not dead: a failed check keeps new requests away, no more. Only a worker that answers no
 check AND sends no byte of any answer for `hung_after_s` has its requests ended.
@@ -12,6 +13,7 @@ import time
 from headrace.errors import Loop
 from headrace.foreign_json import Malformed, read_json
 from headrace.gateway.fleet import Fleet
+from headrace.gateway.kv_usage import read_kv_usage
 from headrace.gateway.settings import GatewaySettings
 from headrace.gateway.upstream import fetch
 from headrace.gateway.worker import Worker
@@ -65,6 +67,8 @@ class Checks:
                 self._fleet.went_down(worker, why)
             else:
                 self._fleet.came_up(worker)
+                if self._settings.policy == "weighted":
+                    worker.kv_usage = await self._kv_usage(worker)
             silent_s = time.monotonic() - max(good_s, worker.pool.heard_s)
             if hung and silent_s >= worker.hung_after_s:
                 self._fleet.hangs(worker)
@@ -92,6 +96,18 @@ class Checks:
         worker.models = worker.spec.models or tuple(worker.cards)
         self._fleet.beliefs.follow(worker)
         return "" if worker.models else "/v1/models names no model"
+
+    async def _kv_usage(self, worker: Worker) -> float | None:
+        """As its metrics say; None: they do not, or not in time. It serves all the same."""
+        try:
+            status, body = await fetch(
+                worker.pool,
+                request(worker, "/metrics", self._mark),
+                self._settings.check_timeout_s,
+            )
+        except OSError:  # TimeoutError is one
+            return None
+        return read_kv_usage(body) if status == 200 else None
 
 
 def request(worker: Worker, path: str, mark: bytes) -> bytes:

@@ -102,9 +102,8 @@ def prefix_affinity(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
 def weighted(view: FleetView, ask: Ask, knobs: Knobs) -> Choice:
     """The scorers of the Gateway API inference extension: queue, KV use and prefix, weighted.
 
-    queue = (max - own) / (max - min) over waiting requests (1 where all are equal); KV = 1 - use,
-    which the simulator alone knows; prefix = held share of the prompt. The score here is the
-    negative of their sum.
+    queue = (max - own) / (max - min) over waiting requests (1 where all are equal); KV = 1 - use;
+    prefix = held share of the prompt. The score here is the negative of their sum.
     """
     waiting = [worker.waiting for worker in view.workers]
     most, fewest = max(waiting), min(waiting)

@@ -18,7 +18,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0  # of these, without a first token yet
     pending_tokens: int = 0  # prompt tokens of the waiting ones that no cache is known to hold
     decode_tokens: int = 0  # prompt tokens of those past their first token
-    kv_usage: float | None = None  # share of its KV memory that is taken; None in the gateway
+    kv_usage: float | None = None  # share of its KV memory that is taken; None = unknown
     warm: float = 1.0  # (0, 1]: how much of its share of traffic it gets (slow start)
     last_placed: int = 0  # number of the newest placement here; 0 = never
     last_cold: int = 0  # number of the newest placement here of a prompt that nobody held
@@ -26,7 +26,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def free_kv(self) -> float:
-        """Share of its KV memory: all of it where nothing is known, since nobody asks for it."""
+        """Share of its KV memory: all of it where nothing is known."""
         return 1.0 - (self.kv_usage or 0.0)
 
 

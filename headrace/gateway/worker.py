@@ -54,6 +54,7 @@ class Worker(Load):
         self.cards: dict[str, object] = {}  # model -> what it says of it in /v1/models
         self.why = NOT_CHECKED
         self.up_since_s = 0.0
+        self.kv_usage: float | None = None  # share that is taken; None = unknown
         self.start = Started(self.name, spec.start) if spec.start is not None else None
         self._slow_start_s = settings.slow_start_s
 
@@ -115,6 +116,7 @@ class Worker(Load):
             waiting=self.waiting + waiting,
             pending_tokens=self.left_tokens(now_s) + pending,
             decode_tokens=self.decode_tokens + decode,
+            kv_usage=self.kv_usage,
             warm=warm,
             last_placed=self.last_placed,
             last_cold=self.last_cold,

@@ -138,6 +138,8 @@ class Mock:
         self.asked: list[Asked] = []
         self.connections = 0
         self.health = 200
+        self.page: str | None = None  # of metrics; None: it has none
+        self.checks = self.pages = 0  # times that it was asked for its health, its metrics
         self.stays = False  # leaves connections open that were to be closed
         self.frozen = False  # takes connections, says nothing, as a stopped process does
         self._host, self.port, self._tls = host, port, tls
@@ -194,10 +196,16 @@ class Mock:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         target, out = first.split()[1], Out(reader, writer)
         if target == "/health":
+            self.checks += 1
             await out.json({}, self.health)
         elif target == "/v1/models":
             card = {"id": self.model, "object": "model", "owned_by": "mock", **self.card}
             await out.json({"data": [card]})
+        elif target == "/metrics":
+            self.pages += 1
+            status, text = (404, "") if self.page is None else (200, self.page)
+            head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(text.encode())}\r\n\r\n"
+            await out.raw(f"{head}{text}".encode())
         else:
             self.connections += 1
             asked = Asked(target, headers, body)

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.gateway.breaker import Breaker
+from headrace.gateway.kv_usage import read_kv_usage
 from headrace.gateway.load import Lease
 from headrace.gateway.registry import Apply, StaticRegistry
 from headrace.gateway.settings import GatewaySettings, WorkerSpec
+from headrace.gateway.upstream import MAX_FETCHED_BYTES
 from headrace.gateway.worker import MIN_WARM, Worker
 from tests.unit.gateway_rig import (
     Asked,
@@ -135,6 +137,63 @@ def test_the_prefill_rate_is_measured() -> None:
     assert worker.prefill_tokens_per_s == 2000.0
     Lease(worker, 10, 10, 2, 0.0).begin(0.5)  # short ones say nothing
     assert worker.prefill_tokens_per_s == 2000.0
+
+
+# ------------------------------------------------------------ KV memory
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("", None),
+        ("nothing of ours\n", None),
+        ('vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n', 0.25),
+        ("vllm:kv_cache_usage_perc 1\n# EOF\n", 1.0),
+        ('sglang:token_usage{model_name="m"} 0.5\n', 0.5),
+        ('vllm:gpu_cache_usage_perc{engine="0"} 0.2\nvllm:gpu_cache_usage_perc{engine="1"} 0.4\n',
+         pytest.approx(0.3)),
+        ("vllm:kv_cache_usage_perc_total 0.5\n", None),
+        ("vllm:kv_cache_usage_perc NaN\n", None),
+        ("vllm:kv_cache_usage_perc 7\n", None),
+        ("vllm:kv_cache_usage_perc{ 0.5\n", None),
+        ("vllm:kv_cache_usage_perc much\nsglang:token_usage 0.5\n", 0.5),
+    ],
+)  # fmt: skip
+def test_what_a_page_says_of_kv_memory(page: str, found: float | None) -> None:
+    assert read_kv_usage(page.encode() + b"\xff") == found
+
+
+async def test_kv_memory_counts_where_the_policy_goes_by_it() -> None:
+    usage = "vllm:kv_cache_usage_perc {}\n"
+    async with (
+        Mock() as full,
+        Mock() as free,
+        gateway(full, free, policy="weighted", check_interval_s=0.05) as made,
+    ):
+        full.page, free.page = usage.format(0.9), usage.format(0.2)
+        workers = made.fleet.workers
+        await until(lambda: workers[full.url].kv_usage == 0.9, "as its metrics say")
+        await until(lambda: workers[free.url].kv_usage == 0.2, "as its metrics say")
+        for _ in range(3):
+            assert (await call(made.port, chat("hello"))).status == 200
+        assert (len(full.asked), len(free.asked)) == (0, 3)
+        said = (await get(made.port, "/gateway/workers")).json()["workers"]
+        assert [one["kv_usage"] for one in said] == [0.9, 0.2]
+        free.page = None  # a worker without metrics serves all the same
+        await until(lambda: workers[free.url].kv_usage is None, "as its metrics say")
+        assert workers[free.url].up
+        full.page = "x" * (MAX_FETCHED_BYTES + 1)
+        await until(lambda: workers[full.url].kv_usage is None, "as its metrics say")
+        assert workers[full.url].up
+
+
+async def test_no_worker_is_asked_for_metrics_that_no_policy_needs() -> None:
+    async with Mock() as worker, gateway(worker, check_interval_s=0.05) as made:
+        worker.page = "vllm:kv_cache_usage_perc 0.5\n"
+        checks = worker.checks
+        await until(lambda: worker.checks > checks + 2, "checks")
+        assert worker.pages == 0
+        assert made.fleet.workers[worker.url].kv_usage is None
 
 
 # ------------------------------------------------------------ hung, dead, back
