@@ -27,7 +27,7 @@ import zmq
 from headrace.config import Settings
 from headrace.engine.kv_wire import Wire
 from headrace.errors import ConfigError
-from headrace.kv.events import Cleared, EventLog, KVEvent, Removed, Scope, Stored, groups_of
+from headrace.kv.events import EventLog, KVEvent, Removed, Scope, Stored, groups_of
 
 log = logging.getLogger("headrace.engine")
 
@@ -146,7 +146,8 @@ class KVEventPublisher(threading.Thread):
         if number != self._last + 1:
             self._held = None
         self._last, self._last_ts = number, ts
-        self._mirror(events)
+        if self._held is not None:
+            self._mirror(self._held, events)
         self._sent_tokens += tokens
 
     def _keep(self, number: int, payload: bytes) -> None:
@@ -158,21 +159,17 @@ class KVEventPublisher(threading.Thread):
         while self._kept_bytes > REPLAY_BYTES and len(kept) > 1:
             self._kept_bytes -= len(kept.popleft()[1])
 
-    def _mirror(self, events: Sequence[KVEvent]) -> None:
+    def _mirror(self, held: dict[bytes, _Block], events: Sequence[KVEvent]) -> None:
         size, none = self._block_size, _Block(Scope(), None, b"", 0)
         for event in events:
-            if isinstance(event, Cleared):
-                self._held = {}
-            elif (held := self._held) is None:
-                continue
-            elif isinstance(event, Removed):
+            if isinstance(event, Removed):
                 for digest in event.digests:
                     block = held.get(digest, none)
                     if left := block.groups & ~(1 << event.group):
                         held[digest] = block._replace(groups=left)
                     else:
                         held.pop(digest, None)
-            else:
+            elif isinstance(event, Stored):
                 parent, packed = event.parent, array("I", event.tokens).tobytes()
                 for i, digest in enumerate(event.digests):
                     tokens = packed[4 * size * i : 4 * size * (i + 1)]

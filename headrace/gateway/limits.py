@@ -26,16 +26,8 @@ class Bucket:
         self._paid_s = -math.inf  # when all that was taken is paid back
         self._each_s = WINDOW_S / limit
 
-    def owed_s(self, now_s: float) -> float:
-        """Time until the bucket is full again."""
-        return self.told(now_s)[2]
-
-    def left(self, now_s: float) -> int:
-        """Units that may be taken now."""
-        return self.told(now_s)[1]
-
     def told(self, now_s: float) -> tuple[int, int, float]:
-        """The limit, `left` and `owed_s`."""
+        """The limit, units that may be taken now, time until the bucket is full again."""
         owed_s = self._paid_s - now_s
         if owed_s <= 0.0:
             return self.limit, int(WINDOW_S / self._each_s + 1e-6), 0.0

@@ -159,11 +159,6 @@ class KVCache:
         return bytes(states)
 
     @property
-    def indexed_blocks(self) -> int:
-        """Blocks that a prefix can hit."""
-        return len(self._index)
-
-    @property
     def finished_step(self) -> int:
         """The newest step that has finished."""
         return self._finished
@@ -395,13 +390,6 @@ class KVCache:
                 self._limbo_blocks += 1
             else:
                 self._pool.drop(block, reusable=block in self._index)
-
-    def reset(self) -> None:
-        """Forget every cached prefix. Tables keep what they hold."""
-        self._index.clear()
-        self._pool.forget()
-        if self._log is not None:
-            self._log.cleared()
 
     def take_events(self) -> list[KVEvent]:
         """What entered and left the prefix index since the last call. Needs: `log_events`."""

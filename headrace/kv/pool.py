@@ -60,11 +60,6 @@ class BlockPool:
             if not reusable:
                 self._free.move_to_end(block, last=False)
 
-    def forget(self) -> None:
-        """The content of free blocks is worth nothing any more. O(free)."""
-        self._free = OrderedDict.fromkeys(self._free, False)
-        self.reusable = 0
-
     def check(self) -> None:
         """Raise AssertionError unless the free list is exactly the blocks without references."""
         free = {block for block, held in enumerate(self.references) if held == 0}

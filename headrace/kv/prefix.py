@@ -91,11 +91,6 @@ class PrefixIndex:
             del self._blocks[digest]
         return digest
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._blocks.clear()
-        self._digests.clear()
-
     def check(self) -> None:
         """Raise AssertionError unless the two directions agree."""
         turned = {block: digest for digest, block in self._blocks.items()}

@@ -189,7 +189,3 @@ class DeviceState:
     def compile(self) -> None:
         """Launch the kernel of this table, for `kernels.launch.compiling`."""
         self._poke_device(1)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._all.numel() * 4

@@ -338,9 +338,9 @@ async def test_tenants_and_who_waits() -> None:
         assert account.requests is not None
         assert account.tokens is not None
         buckets = account.requests, account.tokens
-        before = [bucket.left(time.monotonic()) for bucket in buckets]
+        before = [bucket.told(time.monotonic())[1] for bucket in buckets]
         said = (await look(made.port, "/gateway/tenants?limit=1", **boss)).json()
-        after = [bucket.left(time.monotonic()) for bucket in buckets]
+        after = [bucket.told(time.monotonic())[1] for bucket in buckets]
         assert said["known"] == 2
         (row,) = said["tenants"]
         assert row["served_tokens"] > 0

@@ -121,7 +121,7 @@ async def test_three_gateways_let_in_what_one_would(store: Store) -> None:
         assert 30 <= len(let_in) <= most
         assert {error.retry_after_s for error in refused} <= {1, 2}
         now_s = time.monotonic()
-        left = {gate.account.tokens.left(now_s) for gate in gates if gate.account.tokens}
+        left = {gate.account.tokens.told(now_s)[1] for gate in gates if gate.account.tokens}
         assert all(250 <= tokens <= 250 + 20 * (now_s - since_s) for tokens in left)
         for answer in let_in:
             answer.settle(5, time.monotonic())
@@ -130,7 +130,7 @@ async def test_three_gateways_let_in_what_one_would(store: Store) -> None:
         assert isinstance(refused_again, RateLimited) or time.monotonic() > since_s + 2
         passed_s = time.monotonic() - since_s
         assert one.account.tokens is not None
-        tokens_left = one.account.tokens.left(time.monotonic())
+        tokens_left = one.account.tokens.told(time.monotonic())[1]
         assert 850 <= tokens_left <= min(1000, 850 + 17 * passed_s + 1)
         assert one.ledger.gateways == 3
 
@@ -192,7 +192,7 @@ async def test_a_lost_server_keeps_nobody_waiting_and_a_share_of_the_limits_hold
         await until(lambda: one.ledger.up and two.ledger.up, "it is back")
         await two.ask()
         assert one.account.requests is not None
-        used = 40 - one.account.requests.left(time.monotonic())
+        used = 40 - one.account.requests.told(time.monotonic())[1]
         assert used >= count - 40 * (time.monotonic() - since_s) / 60 - 1  # it was told
 
 

@@ -80,10 +80,10 @@ def test_after_the_wait_it_may_be_taken(limit: int, some: list[tuple[float, int]
         wait_s = bucket.wait_s(units, now_s)
         assert (wait_s == math.inf) is (units > limit)
         if wait_s == 0.0:
-            assert bucket.left(now_s) >= units
+            assert bucket.told(now_s)[1] >= units
             bucket.take(units, now_s)
         elif wait_s < math.inf:
-            assert bucket.left(now_s) < units
+            assert bucket.told(now_s)[1] < units
             assert bucket.wait_s(units, now_s + wait_s + 1e-6) == 0.0
 
 

@@ -177,7 +177,7 @@ def test_an_engine_tells_what_its_cache_holds(
                             del held[digest]
             digests = [hash_of(d) for d in chain([8] * 20, 4)]
             assert [held[digest] for digest in digests] == [[8] * 4] * 5
-            assert len(held) == rig.kv.indexed_blocks
+            assert len(held) == len(rig.kv._index)
             assert rig.engine.stats().kv_events["published"] == len(said)
     finally:
         rig.engine.close()

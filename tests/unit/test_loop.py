@@ -89,7 +89,7 @@ def test_the_token_past_a_stop_never_enters_the_prefix_index(overlap: bool) -> N
     rig.run()
     rig.check_idle()
     end = want.index(want[2])
-    assert rig.kv.indexed_blocks == len(prompt) + end  # the stop token itself was drawn only
+    assert len(rig.kv._index) == len(prompt) + end  # the stop token itself was drawn only
 
 
 @LOOPS

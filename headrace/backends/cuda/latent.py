@@ -87,12 +87,6 @@ class LatentPaths:
         self._upload = Upload((words,), device)
         self._plan = torch.zeros(words, dtype=torch.int32, device=device)
 
-    @property
-    def size_bytes(self) -> int:
-        """Of the buffers that grow with tokens."""
-        held = (self.wide, self.sums, self.lines, self.up)
-        return sum(t.numel() * t.element_size() for t in held)
-
     def prepare(self, k: Tensor, v: Tensor, tables: Tensor) -> Resolved[str]:
         """-> which kernels chunks go to, and why."""
         return Resolved("triton", "keys of latent attention are no library's")

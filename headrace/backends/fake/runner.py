@@ -163,11 +163,6 @@ class FakeRunner:
         """What it was built with."""
         return self._capacity
 
-    @property
-    def rows_held(self) -> int:
-        """Device rows in use, as far as plans have told."""
-        return len(self._rows)
-
     def launch(self, plan: StepPlan) -> FakeTicket:
         """Compute the forward pass. See `engine.protocol.Runner`."""
         assert not self.closed, "launch on a closed runner"
