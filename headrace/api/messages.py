@@ -82,8 +82,8 @@ def event(kind: str, **members: Any) -> bytes:
 class MessageEvents(Events):
     """message_start, ping, blocks one after another, message_delta, message_stop."""
 
-    def __init__(self, head: Head, answer: Answer) -> None:
-        self._head, self._answer = head, answer
+    def __init__(self, head: Head) -> None:
+        self._head = head
         self._index = -1  # of the block that is open, or was last
         self._open: type[Part] | None = None  # what the open block holds
         self._stop: dict[str, Any] = {}
@@ -166,7 +166,7 @@ async def create(request: Request) -> ASGIApp:
         return message | head.stop(choice.finish, choice.stop_reason)
 
     def events(answer: Answer) -> Events:
-        return MessageEvents(head, answer)
+        return MessageEvents(head)
 
     streamed = events if body.stream else None
     return await answered(request, service, prepared, unknown, events=streamed, content=content)

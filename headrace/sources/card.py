@@ -34,8 +34,6 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 class ModelCard(msgspec.Struct, frozen=True):
     """Facts about a model. Sampling defaults are None where the model gives none."""
 
-    architecture: str  # GGUF's general.architecture, or config.json's model_type
-    context_length: int  # tokens; 0 = the model does not say
     vocab_size: int  # rows of the output layer: legal ids are below it
     bos_id: int | None
     eos_ids: tuple[int, ...]  # every id that ends a choice, ascending
@@ -79,7 +77,7 @@ def _well_formed(files: ModelFiles, read: Callable[[], ModelCard]) -> ModelCard:
 def _fake_card() -> ModelCard:
     names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
     labels = ("LABEL_0", "LABEL_1", "LABEL_2")
-    return ModelCard("fake", 1 << 20, 259, None, (256, 258), False, CHATML, names, labels=labels)
+    return ModelCard(259, None, (256, 258), False, CHATML, names, labels=labels)
 
 
 def gguf_card(header: Header) -> ModelCard:
@@ -105,8 +103,6 @@ def gguf_card(header: Header) -> ModelCard:
         add_bos = meta.get("tokenizer.ggml.model") == "llama" or pre in _PRE_WITH_BOS
     template = meta.get("tokenizer.chat_template")
     return ModelCard(
-        architecture=header.architecture,
-        context_length=int(header.get("context_length", 0)),
         vocab_size=len(tokens),
         bos_id=bos,
         eos_ids=tuple(sorted(ends)),
@@ -131,12 +127,8 @@ def _hf_card(folder: Path) -> ModelCard:
         vocab_size = known_ids(folder / "tokenizer.json")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ModelError(f"{folder / 'config.json'}: no vocab_size")
-    context = text.get("max_position_embeddings") or text.get("n_positions")
-    context = context or text.get("max_seq_len") or 0
     flag = tokenizer.get("add_bos_token")
     return ModelCard(
-        architecture=str(text.get("model_type") or config.get("model_type") or ""),
-        context_length=int(context),
         vocab_size=vocab_size,
         bos_id=bos,
         eos_ids=tuple(sorted(i for i in ends if 0 <= i < vocab_size)),

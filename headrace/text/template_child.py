@@ -24,7 +24,7 @@ MOST_BYTES = 2**30  # address space
 def rendered(order: Order) -> Reply:
     """The prompt, or why there is none."""
     special = order.special_tokens
-    card = ModelCard("", 0, 0, None, (), None, order.template, special)
+    card = ModelCard(0, None, (), None, order.template, special)
     try:
         return Reply(ChatTemplate(card, "the request's").prompt(order.asked))
     except InvalidRequest as error:

@@ -97,7 +97,7 @@ def interpreted(
     if folded:
         model.fold_norms()
     plan = Plan(ROWS, MAX_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN)
-    card = Card("interpreter", 0, 0, 1, (0, 0))
+    card = Card("interpreter", 0, 1, (0, 0))
     with mock.patch.object(memory, "MLP_TOKENS", 5 if folded else MAX_TOKENS):  # by pieces
         buffers = memory.Buffers(facts.spec, MAX_TOKENS, ROWS, torch.float32, torch.device("cpu"))
 

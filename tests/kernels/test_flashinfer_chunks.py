@@ -244,7 +244,7 @@ def test_the_setting_decides(stand_in: None, monkeypatch: pytest.MonkeyPatch) ->
     [("triton", "triton"), ("flash", "triton+flash"), ("flashinfer", "triton+flashinfer")],
 )
 def test_the_choice_is_a_metric(value: str, kernels: str) -> None:
-    card = Card("x", 0, 1, 132, (9, 0))
+    card = Card("x", 0, 132, (9, 0))
     info = kernels_info(Resolved(value, "as set"), card)
     assert (info.backend, info.kernels, info.isa) == ("cuda", kernels, "sm_90")
     assert info.reason == f"prefill attention: {value} (as set)"

@@ -145,7 +145,7 @@ def scene(folder: Path, choices: dict[str, Any], tokens: int) -> Scene:
     device = torch.device("cuda" if CUDA else "cpu")
     model = load_model(facts.spec, None, torch.float32, device)
     capability = (9, 0) if CUDA else (0, 0)
-    return Scene(model, Card("none", 0, 0, 1, capability), tokens, 20, choices)
+    return Scene(model, Card("none", 0, 1, capability), tokens, 20, choices)
 
 
 PLAIN = Config(block_n=16, block_k=32, warps=1, stages=2)

@@ -42,7 +42,7 @@ WORDS = (
 def card(
     *, bos_id: int | None = 1, eos_ids: tuple[int, ...] = (2,), add_bos: bool | None = True
 ) -> ModelCard:
-    return ModelCard("test", 4096, 1000, bos_id, eos_ids, add_bos, None, {})
+    return ModelCard(1000, bos_id, eos_ids, add_bos, None, {})
 
 
 def byte_level() -> Tokenizer:

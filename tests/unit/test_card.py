@@ -81,7 +81,7 @@ def test_facts_of_a_folder(tmp_path: Path) -> None:
     generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0}
     card = read_card(folder(tmp_path, generation_config=generation))
     assert (card.temperature, card.top_k, card.top_p, card.min_p) == (0.6, 20, 0.95, 0)
-    assert (card.architecture, card.context_length, card.vocab_size) == ("llama", 512, 10)
+    assert card.vocab_size == 10
 
 
 def test_no_generation_config(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_gguf_facts() -> None:
     card = gguf_card(
         gguf(tokenizer__ggml__bos_token_id=0, tokenizer__chat_template="T", general__name="x")
     )
-    assert (card.architecture, card.context_length, card.vocab_size) == ("llama", 2048, 5)
+    assert card.vocab_size == 5
     assert (card.chat_template, card.special_tokens) == ("T", {"bos_token": "<s>"})
 
 
@@ -185,6 +185,6 @@ def test_gguf_without_vocabulary(tokens: Any) -> None:
 
 def test_default_model(default_model: ModelFiles) -> None:
     card = read_card(default_model)
-    assert (card.architecture, card.context_length, card.vocab_size) == ("llama", 8192, 49152)
+    assert card.vocab_size == 49152
     assert (card.bos_id, card.eos_ids, card.add_bos) == (1, (0, 2), False)
     assert default_model.name == "smollm2-135m-instruct"

@@ -131,7 +131,7 @@ def text_of(item: dict[str, Any]) -> str:
 @given(part_lists(), st.booleans())
 def test_messages(feeds: list[list[Part]], fail: bool) -> None:
     head = Head("msg_1", "fake", False)
-    events = decoded(written(MessageEvents(head, ANSWER), feeds, fail))
+    events = decoded(written(MessageEvents(head), feeds, fail))
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
     if fail:
         assert events[-1]["error"] == {"type": "api_error", "message": "broken"}

@@ -14,7 +14,7 @@ from headrace.text.template import ChatTemplate
 
 def template(text: str | None) -> ChatTemplate:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return ChatTemplate(ModelCard("test", 64, 10, 1, (2,), True, text, tokens))
+    return ChatTemplate(ModelCard(10, 1, (2,), True, text, tokens))
 
 
 def user(text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ USER = [{"role": "user", "content": "A"}]
 
 
 def made(text: str) -> ChatTemplate:
-    return ChatTemplate(ModelCard("test", 64, 10, 1, (2,), True, text, {}))
+    return ChatTemplate(ModelCard(10, 1, (2,), True, text, {}))
 
 
 # Only with a `go`, so that what a template can do is found out at once.

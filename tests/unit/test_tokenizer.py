@@ -182,7 +182,7 @@ def test_threads_share_one_tokenizer() -> None:
 
 
 def test_bos_without_an_id_is_no_bos() -> None:
-    silent = ModelCard("test", 64, 300, None, (), True, None, {})
+    silent = ModelCard(300, None, (), True, None, {})
     assert Tokenizer(LibraryEncoder(fake_tokenizer.build()), silent).encode("a") == [97]
 
 

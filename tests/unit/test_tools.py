@@ -155,7 +155,7 @@ PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}
 
 
 def card(template: str | None) -> ModelCard:
-    return ModelCard("test", 64, 259, None, (256,), False, template, {})
+    return ModelCard(259, None, (256,), False, template, {})
 
 
 def test_facts_of_templates() -> None:

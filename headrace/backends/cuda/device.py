@@ -13,7 +13,6 @@ class Card(msgspec.Struct, frozen=True):
 
     name: str
     index: int
-    total_bytes: int
     multiprocessors: int
     capability: tuple[int, int]
     uuid: str = ""  # as NVML knows it, without what it puts before it
@@ -28,7 +27,6 @@ def find_card() -> Card:
     return Card(
         name=facts.name,
         index=index,
-        total_bytes=facts.total_memory,
         multiprocessors=facts.multi_processor_count,
         capability=(facts.major, facts.minor),
         uuid=str(facts.uuid),
