@@ -42,7 +42,8 @@ def from_hf(config: hf.Config) -> ModelSpec:
     if name == "GemmaForCausalLM":
         return ModelSpec(**fields)
     layers, window = fields["layers"], text.get("sliding_window") or 4096
-    kinds = hf.windows(text, [i % 2 == 0 for i in range(layers)], window)
+    sliding = [i % 2 == 0 for i in range(layers)]
+    kinds = hf.windows(text, sliding, window, fields["max_positions"])
     more = {
         "post_norms": True,
         "kinds": _scaled(kinds or [LayerSpec()] * layers, _scale(text, fields["head_dim"])),
@@ -101,7 +102,7 @@ def _gemma3(text: dict[str, Any]) -> ModelSpec:
     sliding = [bool((i + 1) % pattern) for i in range(fields["layers"])]
     if text.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
-    windows = hf.windows(text, sliding, text["sliding_window"])
+    windows = hf.windows(text, sliding, text["sliding_window"], fields["max_positions"])
     more = {
         "kinds": local_kinds(sliding, windows, _scale(text, fields["head_dim"])),
         "logit_softcap": float(text.get("final_logit_softcapping") or 0.0),

@@ -52,7 +52,8 @@ def from_hf(config: hf.Config) -> ModelSpec:
     sliding = [bool((i + 1) % 5) for i in range(layers)]
     if text.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
-    kinds = local_kinds(sliding, hf.windows(text, sliding, text["sliding_window"]), 1.0)
+    windows = hf.windows(text, sliding, text["sliding_window"], fields["max_positions"])
+    kinds = local_kinds(sliding, windows, 1.0)
     kinds = tuple(
         msgspec.structs.replace(kind, ffn=width, sparsity=share)
         for kind, width, share in zip(kinds, widths, _sparsity(text, layers), strict=True)

@@ -31,7 +31,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     )
     fields = hf.decoder_fields({**config, "quantization_config": None})
     sliding = [i % 2 == 0 for i in range(fields["layers"])]
-    windows = hf.windows(config, sliding, config.get("sliding_window"))
+    windows = hf.windows(config, sliding, config.get("sliding_window"), fields["max_positions"])
     kinds = windows or (LayerSpec(),) * fields["layers"]
     experts = Experts(
         count=need.count("num_local_experts"),

@@ -71,16 +71,18 @@ def act_of(config: Config, key: str, default: str = "silu") -> Act:
     return _ACTS[name]
 
 
-def windows(config: Config, sliding: Sequence[bool], window: int | None) -> tuple[LayerSpec, ...]:
+def windows(
+    config: Config, sliding: Sequence[bool], window: int | None, positions: int
+) -> tuple[LayerSpec, ...]:
     """A LayerSpec for each layer; those in `sliding` see `window` tokens, unless that hides
-    nothing. Names of layer types in the config come first."""
+    nothing of the `positions` that are served. Names of layer types in the config come first."""
     names = config.get("layer_types")
     if names is not None:
         unknown = sorted(set(names) - {"full_attention", "sliding_attention"})
         reasons = {f"layers of type {', '.join(unknown)}": bool(unknown)}
         refuse(architecture(config), reasons)
         sliding = [name == "sliding_attention" for name in names]
-    if not any(sliding) or not window or window >= (config.get("max_position_embeddings") or 0):
+    if not any(sliding) or not window or window >= positions:
         return ()
     return tuple(LayerSpec(window=window if slides else 0) for slides in sliding)
 

@@ -26,7 +26,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     return ModelSpec(
         **fields
         | {
-            "kinds": hf.windows(config, sliding, window),
+            "kinds": hf.windows(config, sliding, window, fields["max_positions"]),
             "qkv_bias": bool(config.get("attention_bias")),
             "out_bias": bool(config.get("attention_bias")),
             "mlp_bias": bool(config.get("mlp_bias")),

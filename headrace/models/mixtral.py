@@ -15,7 +15,8 @@ __all__ = ["build", "from_gguf", "from_hf", "slots"]
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
     need, fields = Need(config, "config.json"), hf.decoder_fields(config)
-    windows = hf.windows(config, [True] * fields["layers"], config.get("sliding_window"))
+    sliding, positions = [True] * fields["layers"], fields["max_positions"]
+    windows = hf.windows(config, sliding, config.get("sliding_window"), positions)
     kinds = windows or (LayerSpec(),) * fields["layers"]
     experts = Experts(
         count=need.count("num_local_experts"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.models import gguf, hf
 from headrace.models.llama import build, decoder_slots
 from headrace.models.need import refuse
@@ -15,14 +17,17 @@ __all__ = ["build", "from_gguf", "from_hf", "slots"]
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
     refuse(hf.architecture(config), {"experts": bool(config.get("num_experts"))})
-    return ModelSpec(**hf.decoder_fields(config) | {"qkv_bias": True, "kinds": kinds_of(config)})
+    fields = hf.decoder_fields(config)
+    return ModelSpec(**fields | {"qkv_bias": True, "kinds": kinds_of(config, fields)})
 
 
-def kinds_of(config: hf.Config) -> tuple[LayerSpec, ...]:
-    """`sliding_window`, if `use_sliding_window`, in layers from `max_window_layers` on."""
+def kinds_of(config: hf.Config, fields: dict[str, Any]) -> tuple[LayerSpec, ...]:
+    """`sliding_window`, if `use_sliding_window`, in layers from `max_window_layers` on. fields:
+    what `hf.decoder_fields` made of the config."""
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
-    return hf.windows(config, [i >= first for i in range(config["num_hidden_layers"])], window)
+    sliding = [i >= first for i in range(fields["layers"])]
+    return hf.windows(config, sliding, window, fields["max_positions"])
 
 
 def from_gguf(header: Header) -> ModelSpec:

@@ -17,8 +17,8 @@ def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`. Heads are 128 wide where the config does not say."""
     fields = hf.decoder_fields({"head_dim": 128} | dict(config))
     bias = bool(config.get("attention_bias"))
-    more = {"qk_norm": True, "qkv_bias": bias, "out_bias": bias, "kinds": kinds_of(config)}
-    return ModelSpec(**fields | more)
+    more = {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
+    return ModelSpec(**fields | more | {"kinds": kinds_of(config, fields)})
 
 
 def from_gguf(header: Header) -> ModelSpec:

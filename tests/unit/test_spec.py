@@ -131,6 +131,22 @@ def test_mistral_windows() -> None:
     assert from_hf(HF | {"sliding_window": 4096}).kinds == (), "Llama has none"
 
 
+@pytest.mark.parametrize("name", ["Mistral", "Qwen2", "Gemma2", "Gemma3", "Mixtral", "GptOss"])
+def test_a_window_as_long_as_the_training_hides_what_scaling_adds(name: str) -> None:
+    changes = {
+        "architectures": [f"{name}ForCausalLM"], "sliding_window": 4096, "use_sliding_window": True,
+        "max_position_embeddings": 4096, "max_window_layers": 0,
+    }  # fmt: skip
+    if name in ("Mixtral", "GptOss"):
+        changes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
+    plain = from_hf(HF | changes)
+    assert {layer.window for layer in plain.every_layer()} == {0}, "it hides nothing"
+    for kind in ("yarn", "dynamic"):
+        spec = from_hf(HF | changes | {"rope_scaling": {"rope_type": kind, "factor": 4.0}})
+        assert spec.max_positions == 16384
+        assert 4096 in {layer.window for layer in spec.every_layer()}
+
+
 def test_ids_are_what_the_tokenizer_knows(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF))
     files = ModelFiles("m", "hf", tmp_path)
