@@ -21,6 +21,7 @@ from headrace.sources.gguf import Header
 
 __all__ = ["build", "from_gguf", "from_hf", "slots"]
 
+_TANH = "gelu_pytorch_tanh"
 _COMMON: dict[str, Any] = {"norm": "rms_wide", "act": "gelu_tanh"}
 # What configs of Gemma 3 that see pictures leave out, for it is their classes' default.
 _GEMMA3: dict[str, Any] = {
@@ -55,13 +56,26 @@ def from_hf(config: hf.Config) -> ModelSpec:
 
 def _fields(text: hf.Config) -> dict[str, Any]:
     """What all three share."""
-    bias, hidden_act = bool(text.get("attention_bias")), text.get("hidden_activation")
+    bias = bool(text.get("attention_bias"))
     reasons = {"use_bidirectional_attention": bool(text.get("use_bidirectional_attention"))}
     refuse(hf.architecture(text), reasons)
     text = dict(text) | {"tie_word_embeddings": text.get("tie_word_embeddings", True)}
-    fields = hf.decoder_fields(text | {"hidden_act": hidden_act or "gelu_pytorch_tanh"})
+    fields = hf.decoder_fields(text | {"hidden_act": _act(text)})
     more = {"embed_scale": fields["hidden"] ** 0.5, "qkv_bias": bias, "out_bias": bias}
     return fields | {"norm": "rms_wide"} | more
+
+
+def _act(text: hf.Config) -> str:
+    """Gemma 1 says it as hidden_act, where gelu means the approximation; later ones otherwise.
+
+    Raises ModelError where Gemma 1 says both, and not the same.
+    """
+    name, later = hf.architecture(text), text.get("hidden_activation")
+    first = text.get("hidden_act") if name.startswith("GemmaFor") else None
+    first = _TANH if first == "gelu" else first
+    differ = bool(first and later and first != later)
+    refuse(name, {f"hidden_act = {first} and hidden_activation = {later}": differ})
+    return str(first or later or _TANH)
 
 
 def _scale(text: hf.Config, head_dim: int) -> float:

@@ -264,8 +264,35 @@ def test_gemma3_layers_in_all_spellings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("says", "act"),
+    [
+        ({}, "gelu_tanh"),
+        ({"hidden_act": "gelu"}, "gelu_tanh"),
+        ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gelu_tanh"),
+        ({"hidden_act": "silu"}, "silu"),
+        ({"hidden_activation": "relu"}, "relu"),
+    ],
+)
+def test_the_first_gemma_says_its_activation_as_hidden_act(says: dict[str, Any], act: str) -> None:
+    """gelu means the approximation there: transformers takes it so."""
+    gemma = HF | {"architectures": ["GemmaForCausalLM"]}
+    assert from_hf(gemma | says).act == act
+
+
+def test_later_gemmas_do_not() -> None:
+    gemma2 = HF | {"architectures": ["Gemma2ForCausalLM"], "hidden_act": "silu"}
+    assert from_hf(gemma2).act == "gelu_tanh"
+    assert from_hf(gemma2 | {"hidden_activation": "gelu"}).act == "gelu"
+
+
+@pytest.mark.parametrize(
     ("config", "changes", "named"),
     [
+        (
+            HF | {"architectures": ["GemmaForCausalLM"]},
+            {"hidden_act": "silu", "hidden_activation": "gelu"},
+            "hidden_act = silu and hidden_activation = gelu",
+        ),
         (GPT2, {"add_cross_attention": True}, "cross attention"),
         (GPT2, {"n_layer": None}, "n_layer = None"),
         (GPT2, {"activation_function": "mish"}, "activation_function = 'mish'"),
