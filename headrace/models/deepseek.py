@@ -26,7 +26,7 @@ __all__ = ["build", "derived", "from_gguf", "from_hf", "slots"]
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
     name, need = hf.architecture(config), Need(config, "config.json")
-    v3 = name == "DeepseekV3ForCausalLM"
+    v3 = name.startswith("DeepseekV3")
     refuse(
         name,
         {

@@ -40,7 +40,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
         return _gemma3(text_of(config, _GEMMA3))
     text = text_of(config, {})
     fields = _fields(text)
-    if name == "GemmaForCausalLM":
+    if name.startswith("GemmaFor"):
         return ModelSpec(**fields)
     layers, window = fields["layers"], text.get("sliding_window") or 4096
     sliding = [i % 2 == 0 for i in range(layers)]

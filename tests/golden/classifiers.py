@@ -11,6 +11,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForSequenceClassification,
+    GemmaConfig,
+    GemmaForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
@@ -29,6 +31,7 @@ HEADS: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForSequenceClassification),
     "qwen2": (Qwen2Config, Qwen2ForSequenceClassification),
     "qwen3": (Qwen3Config, Qwen3ForSequenceClassification),
+    "gemma": (GemmaConfig, GemmaForSequenceClassification),
     "gemma2": (Gemma2Config, Gemma2ForSequenceClassification),
 }
 

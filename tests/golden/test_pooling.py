@@ -86,7 +86,7 @@ def test_scores(family: str, labels: int, backend: str, tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "gemma2"])
 def test_families_that_torch_computes(family: str, tmp_path: Path) -> None:
     """Norms of another kind, and windows: every vector of one model."""
     # Eager: not every transformers caps the scores of its other attentions.

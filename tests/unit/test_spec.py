@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.errors import ModelError
@@ -243,6 +244,20 @@ MPT: dict[str, Any] = {
     "max_seq_len": 64, "vocab_size": 40,
 }  # fmt: skip
 GEMMA3 = HF | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 512}
+DEEPSEEK3 = HF | {
+    "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8,
+    "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [HF | {"architectures": ["GemmaForCausalLM"]}, DEEPSEEK3])
+def test_a_classification_head_is_all_that_a_classifier_differs_in(config: dict[str, Any]) -> None:
+    spec, name = from_hf(config), config["architectures"][0].replace("CausalLM", "{}")
+    names = {"architectures": [name.format("SequenceClassification")], "num_labels": 3}
+    changed = {"architecture": names["architectures"][0], "labels": 3, "tied": True}
+    assert from_hf(config | names) == msgspec.structs.replace(spec, **changed)
 
 
 def test_gemma3_layers_in_all_spellings() -> None:
