@@ -27,7 +27,7 @@ _COMMON: dict[str, Any] = {"norm": "rms_wide", "act": "gelu_tanh"}
 _GEMMA3: dict[str, Any] = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256,
-    "sliding_window": 4096, "rope_theta": 1e6,
+    "sliding_window": 4096, "rope_theta": 1e6, "tie_word_embeddings": True,
 }  # fmt: skip
 _LOCAL_THETA = 1e4  # of Gemma 3's layers with a window
 _LARGE = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models: they scale scores otherwise
@@ -38,7 +38,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     name = hf.architecture(config)
     if name.startswith("Gemma3"):
         return _gemma3(text_of(config, _GEMMA3))
-    text = text_of(config, {})
+    text = text_of(config, {"tie_word_embeddings": True})
     fields = _fields(text)
     if name.startswith("GemmaFor"):
         return ModelSpec(**fields)
@@ -59,8 +59,7 @@ def _fields(text: hf.Config) -> dict[str, Any]:
     bias = bool(text.get("attention_bias"))
     reasons = {"use_bidirectional_attention": bool(text.get("use_bidirectional_attention"))}
     refuse(hf.architecture(text), reasons)
-    text = dict(text) | {"tie_word_embeddings": text.get("tie_word_embeddings", True)}
-    fields = hf.decoder_fields(text | {"hidden_act": _act(text)})
+    fields = hf.decoder_fields(dict(text) | {"hidden_act": _act(text)})
     more = {"embed_scale": fields["hidden"] ** 0.5, "qkv_bias": bias, "out_bias": bias}
     return fields | {"norm": "rms_wide"} | more
 
@@ -89,9 +88,11 @@ def _scaled(kinds: Sequence[LayerSpec], scale: float) -> tuple[LayerSpec, ...]:
 
 
 def text_of(config: hf.Config, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that says what the text model is, with its class's defaults."""
+    """The part of a config that says what the text model is, with its class's defaults. Whether the
+    output layer is the embedding, the outer part says if it says anything."""
     text = dict(config.get("text_config") or config)
-    return defaults | text | {"architectures": [hf.architecture(config)]}
+    outer = {k: config[k] for k in ("architectures", "tie_word_embeddings") if k in config}
+    return defaults | text | outer
 
 
 def ropes_of(text: hf.Config) -> tuple[dict[str, Any], Rope]:

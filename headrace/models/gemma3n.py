@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "sliding_window": 512,
     "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144,
     "hidden_size_per_layer_input": 256, "altup_active_idx": 0, "altup_num_inputs": 4,
-    "num_kv_shared_layers": 15, "laurel_rank": 64, "rope_theta": 1e6,
+    "num_kv_shared_layers": 15, "laurel_rank": 64, "rope_theta": 1e6, "tie_word_embeddings": True,
 }  # fmt: skip
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95  # where the config does not say
 
@@ -45,10 +45,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     widths = [widths] * layers if isinstance(widths, int) else widths
     refuse(hf.architecture(text), {"attention_bias": bool(text.get("attention_bias"))})
     act = hf.act_of(text, "hidden_activation", "gelu_pytorch_tanh")
-    fields = hf.decoder_fields(
-        text
-        | {"rope_parameters": rope, "intermediate_size": widths[0], "tie_word_embeddings": True}
-    )
+    fields = hf.decoder_fields(text | {"rope_parameters": rope, "intermediate_size": widths[0]})
     sliding = [bool((i + 1) % 5) for i in range(layers)]
     if text.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in text["layer_types"]]

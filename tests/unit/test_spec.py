@@ -260,6 +260,20 @@ def test_a_classification_head_is_all_that_a_classifier_differs_in(config: dict[
     assert from_hf(config | names) == msgspec.structs.replace(spec, **changed)
 
 
+def test_gemmas_tie_their_output_layer_unless_told_not_to() -> None:
+    for name in ("Gemma", "Gemma2", "Gemma3", "Gemma3n"):
+        config = GEMMA3 | {"architectures": [f"{name}ForCausalLM"]}
+        assert from_hf(config).tied
+        assert not from_hf(config | {"tie_word_embeddings": False}).tied
+    text = {key: value for key, value in HF.items() if key != "architectures"}
+    both = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        "text_config": text | {"tie_word_embeddings": True},
+    }
+    assert not from_hf(both).tied, "the outer part counts"
+
+
 def test_gemma3_layers_in_all_spellings() -> None:
     old = GEMMA3 | {"rope_local_base_freq": 5000.0, "query_pre_attn_scalar": 168}
     spec = from_hf(old | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
