@@ -79,6 +79,7 @@ def _experts(config: Mapping[str, Any], need: Need, *, v3: bool) -> Experts:
     ffn = need.count("moe_intermediate_size")
     method = config.get("topk_method") or ("noaux_tc" if v3 else "greedy")
     grouped = v3 or method == "group_limited_greedy"
+    said = "routed_scaling_factor" in config
     refuse(
         hf.architecture(config),
         {
@@ -94,10 +95,10 @@ def _experts(config: Mapping[str, Any], need: Need, *, v3: bool) -> Experts:
         scores="sigmoid" if v3 else "softmax",
         # transformers and the model's own code do not divide V2's weights, whatever its config says
         normed=v3 and bool(config.get("norm_topk_prob", True)),
-        scaling=float(config.get("routed_scaling_factor") or 1.0),
+        scaling=need.number("routed_scaling_factor") if v3 or said else 1.0,
         corrected=v3,
-        groups=int(config.get("n_group") or 1) if grouped else 1,
-        chosen_groups=int(config.get("topk_group") or 1) if grouped else 1,
+        groups=need.count("n_group") if grouped else 1,
+        chosen_groups=need.count("topk_group") if grouped else 1,
         group_score="two" if v3 else "best",
     )
 

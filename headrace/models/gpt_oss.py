@@ -5,6 +5,8 @@ Checkpoints hold the experts in MXFP4 or in bfloat16; either way gate and up are
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.models import hf
 from headrace.models.llama import decoder_slots, matrix
 from headrace.models.need import Need, refuse
@@ -13,6 +15,13 @@ from headrace.models.slots import Derived, Slot
 from headrace.models.spec import CLAMP, CLAMP_SLOPE, Experts, LayerSpec, ModelSpec
 
 __all__ = ["build", "derived", "from_gguf", "from_hf", "slots"]
+
+# What configs leave out, for it is their class's default.
+_DEFAULTS: dict[str, Any] = {"sliding_window": 128, "rope_theta": 150000.0}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def from_hf(config: hf.Config) -> ModelSpec:
@@ -29,7 +38,10 @@ def from_hf(config: hf.Config) -> ModelSpec:
             f"swiglu_alpha = {alpha}": alpha != CLAMP_SLOPE,
         },
     )
-    fields = hf.decoder_fields({**config, "quantization_config": None})
+    config = _DEFAULTS | dict(config) | {"quantization_config": None}
+    if not config.get("rope_scaling") and not config.get("rope_parameters"):
+        config["rope_scaling"] = _YARN
+    fields = hf.decoder_fields(config)
     sliding = [i % 2 == 0 for i in range(fields["layers"])]
     windows = hf.windows(config, sliding, config.get("sliding_window"), fields["max_positions"])
     kinds = windows or (LayerSpec(),) * fields["layers"]

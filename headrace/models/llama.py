@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from headrace.models.layers import Decoder
 
+_WINDOW = 4096  # of Mistral, where the config does not say
+
 
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`. Llama has biases by two flags, Mistral a window in all layers."""
@@ -22,7 +24,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     refuse(hf.architecture(config), {"experts": bool(experts)})
     fields = hf.decoder_fields(config)
     mistral = hf.architecture(config).startswith("Mistral")
-    sliding, window = [mistral] * fields["layers"], config.get("sliding_window")
+    sliding, window = [mistral] * fields["layers"], config.get("sliding_window", _WINDOW)
     return ModelSpec(
         **fields
         | {

@@ -12,9 +12,13 @@ from headrace.models.spec import Experts, LayerSpec, ModelSpec
 __all__ = ["build", "from_gguf", "from_hf", "slots"]
 
 
+_THETA = 1e6  # where the config does not say
+
+
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
-    need, fields = Need(config, "config.json"), hf.decoder_fields(config)
+    fields = hf.decoder_fields({"rope_theta": _THETA} | dict(config))
+    need = Need(config, "config.json")
     sliding, positions = [True] * fields["layers"], fields["max_positions"]
     windows = hf.windows(config, sliding, config.get("sliding_window"), positions)
     kinds = windows or (LayerSpec(),) * fields["layers"]

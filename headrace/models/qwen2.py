@@ -24,7 +24,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
 def kinds_of(config: hf.Config, fields: dict[str, Any]) -> tuple[LayerSpec, ...]:
     """`sliding_window`, if `use_sliding_window`, in layers from `max_window_layers` on. fields:
     what `hf.decoder_fields` made of the config."""
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     sliding = [i >= first for i in range(fields["layers"])]
     return hf.windows(config, sliding, window, fields["max_positions"])

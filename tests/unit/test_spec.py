@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from headrace.errors import ModelError
 from headrace.models import registry
 from headrace.models.features import features, refuse_missing
-from headrace.models.spec import LayerSpec, Rope, from_gguf, from_hf, read_spec
+from headrace.models.spec import LayerSpec, ModelSpec, Rope, from_gguf, from_hf, read_spec
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, TensorInfo
 
@@ -140,7 +141,7 @@ def test_a_window_as_long_as_the_training_hides_what_scaling_adds(name: str) -> 
     }  # fmt: skip
     if name in ("Mixtral", "GptOss"):
         changes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
-    plain = from_hf(HF | changes)
+    plain = from_hf(HF | changes | {"rope_scaling": {"rope_type": "default"}})
     assert {layer.window for layer in plain.every_layer()} == {0}, "it hides nothing"
     for kind in ("yarn", "dynamic"):
         spec = from_hf(HF | changes | {"rope_scaling": {"rope_type": kind, "factor": 4.0}})
@@ -272,6 +273,37 @@ def test_gemmas_tie_their_output_layer_unless_told_not_to() -> None:
         "text_config": text | {"tie_word_embeddings": True},
     }
     assert not from_hf(both).tied, "the outer part counts"
+
+
+def test_what_a_config_leaves_out_is_as_in_its_class() -> None:
+    """transformers reads such configs too, and no two families have the same defaults."""
+
+    def read(name: str, **more: Any) -> ModelSpec:
+        config = HF | {"architectures": [f"{name}ForCausalLM"], "sliding_window": "?"} | more
+        drop = {"sliding_window", "rope_theta"} - more.keys()
+        return from_hf({key: value for key, value in config.items() if key not in drop})
+
+    assert {layer.window for layer in read("Mistral").kinds} == {4096}
+    assert {layer.window for layer in read("Qwen2", use_sliding_window=True).kinds} == {0, 4096}
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    assert read("Mixtral", **mixture).rope == Rope(1e6)
+    oss = read("GptOss", **mixture)
+    assert [layer.window for layer in oss.kinds[:2]] == [128, 0]
+    assert oss.rope == Rope(
+        150000.0, "yarn", 32.0, original_positions=4096, truncate=False,
+        magnitude=0.1 * math.log(32) + 1,
+    )  # fmt: skip
+    assert (
+        read("GptOss", **mixture, rope_parameters={"rope_type": "default"}).rope.kind == "default"
+    )
+    gemma = read("Gemma2")
+    assert (gemma.head_dim, gemma.softcap, gemma.logit_softcap) == (256, 50.0, 30.0)
+    assert [layer.window for layer in gemma.kinds[:2]] == [4096, 0]
+    assert {layer.scale for layer in read("Gemma2", head_dim=64).kinds} == {256**-0.5}
+    assert read("Gemma2", attn_logit_softcapping=None).softcap == 0.0
+    for key in ("routed_scaling_factor", "n_group", "topk_group"):
+        with pytest.raises(ModelError, match=f"{key} = None"):
+            from_hf({k: v for k, v in DEEPSEEK3.items() if k != key})
 
 
 def test_gemma3_layers_in_all_spellings() -> None:
