@@ -119,9 +119,8 @@ def _gemma3(text: dict[str, Any]) -> ModelSpec:
     refuse(hf.architecture(text), {"attn_logit_softcapping": capped})
     fields = _fields(text | {"rope_parameters": rope})
     pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6
-    sliding = [bool((i + 1) % pattern) for i in range(fields["layers"])]
-    if text.get("layer_types"):
-        sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
+    sliding: Sequence[bool] = [bool((i + 1) % pattern) for i in range(fields["layers"])]
+    sliding = hf.sliding_layers(text, sliding)
     windows = hf.windows(text, sliding, text["sliding_window"], fields["max_positions"])
     more = {
         "kinds": local_kinds(sliding, windows, _scale(text, fields["head_dim"])),

@@ -7,6 +7,7 @@ memory, the checkpoint's map where that serves, and a step gathers the rows of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,9 +47,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     refuse(hf.architecture(text), {"attention_bias": bool(text.get("attention_bias"))})
     act = hf.act_of(text, "hidden_activation", "gelu_pytorch_tanh")
     fields = hf.decoder_fields(text | {"rope_parameters": rope, "intermediate_size": widths[0]})
-    sliding = [bool((i + 1) % 5) for i in range(layers)]
-    if text.get("layer_types"):
-        sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
+    sliding = hf.sliding_layers(text, [bool((i + 1) % 5) for i in range(layers)])
     windows = hf.windows(text, sliding, text["sliding_window"], fields["max_positions"])
     kinds = local_kinds(sliding, windows, 1.0)
     kinds = tuple(
@@ -88,7 +87,7 @@ def _altup(text: dict[str, Any]) -> AltUp:
 
 
 def _shared(
-    kinds: tuple[LayerSpec, ...], sliding: list[bool], shared: int
+    kinds: tuple[LayerSpec, ...], sliding: Sequence[bool], shared: int
 ) -> tuple[LayerSpec, ...]:
     """The last `shared` layers read K and V of the last one before them of their kind."""
     first = len(kinds) - shared

@@ -75,16 +75,35 @@ def windows(
     config: Config, sliding: Sequence[bool], window: int | None, positions: int
 ) -> tuple[LayerSpec, ...]:
     """A LayerSpec for each layer; those in `sliding` see `window` tokens, unless that hides
-    nothing of the `positions` that are served. Names of layer types in the config come first."""
-    names = config.get("layer_types")
-    if names is not None:
-        unknown = sorted(set(names) - {"full_attention", "sliding_attention"})
-        reasons = {f"layers of type {', '.join(unknown)}": bool(unknown)}
-        refuse(architecture(config), reasons)
-        sliding = [name == "sliding_attention" for name in names]
+    nothing of the `positions` that are served. Layer types in the config come first.
+
+    Raises ModelError for other types, and where layers slide and there is no window.
+    """
+    sliding = sliding_layers(config, sliding)
+    refuse(
+        architecture(config), {"sliding layers and no sliding_window": any(sliding) and not window}
+    )
     if not any(sliding) or not window or window >= positions:
         return ()
     return tuple(LayerSpec(window=window if slides else 0) for slides in sliding)
+
+
+def sliding_layers(config: Config, usual: Sequence[bool]) -> Sequence[bool]:
+    """Which layers have a window: as `layer_types` says, if it is there, else `usual`. Raises
+    ModelError for types that are neither that nor full, and if it is not of all layers."""
+    names = config.get("layer_types")
+    if names is None:
+        return usual
+    unknown = sorted(set(names) - {"full_attention", "sliding_attention"})
+    refuse(
+        architecture(config),
+        {
+            f"layers of type {', '.join(unknown)}": bool(unknown),
+            f"layer_types of {len(names)} layers and num_hidden_layers = {len(usual)}": len(names)
+            != len(usual),
+        },
+    )
+    return [name == "sliding_attention" for name in names]
 
 
 def rope_of(config: Config, head_dim: int) -> tuple[Rope, int]:

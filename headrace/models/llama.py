@@ -21,10 +21,13 @@ _WINDOW = 4096  # of Mistral, where the config does not say
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`. Llama has biases by two flags, Mistral a window in all layers."""
     experts = config.get("num_local_experts") or config.get("num_experts")
-    refuse(hf.architecture(config), {"experts": bool(experts)})
-    fields = hf.decoder_fields(config)
     mistral = hf.architecture(config).startswith("Mistral")
-    sliding, window = [mistral] * fields["layers"], config.get("sliding_window", _WINDOW)
+    slides = not mistral and "sliding_attention" in (config.get("layer_types") or ())
+    reasons = {"experts": bool(experts), "layers of type sliding_attention": slides}
+    refuse(hf.architecture(config), reasons)
+    fields = hf.decoder_fields(config)
+    window = config.get("sliding_window", _WINDOW) if mistral else None
+    sliding = [window is not None] * fields["layers"]
     return ModelSpec(
         **fields
         | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.models import hf
 from headrace.models.llama import decoder_slots
-from headrace.models.need import Need
+from headrace.models.need import Need, refuse
 from headrace.models.qwen3_moe import build, from_gguf, routed_slots
 from headrace.models.slots import Slot
 from headrace.models.spec import Experts, LayerSpec, ModelSpec
@@ -19,8 +19,10 @@ def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
     fields = hf.decoder_fields({"rope_theta": _THETA} | dict(config))
     need = Need(config, "config.json")
-    sliding, positions = [True] * fields["layers"], fields["max_positions"]
-    windows = hf.windows(config, sliding, config.get("sliding_window"), positions)
+    window = config.get("sliding_window")
+    refuse(hf.architecture(config), {"layer_types": config.get("layer_types") is not None})
+    sliding = [window is not None] * fields["layers"]
+    windows = hf.windows(config, sliding, window, fields["max_positions"])
     kinds = windows or (LayerSpec(),) * fields["layers"]
     experts = Experts(
         count=need.count("num_local_experts"),

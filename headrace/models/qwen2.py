@@ -26,7 +26,7 @@ def kinds_of(config: hf.Config, fields: dict[str, Any]) -> tuple[LayerSpec, ...]
     what `hf.decoder_fields` made of the config."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
-    sliding = [i >= first for i in range(fields["layers"])]
+    sliding = [window is not None and i >= first for i in range(fields["layers"])]
     return hf.windows(config, sliding, window, fields["max_positions"])
 
 

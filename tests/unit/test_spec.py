@@ -364,6 +364,21 @@ def test_later_gemmas_do_not() -> None:
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3, {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+        (GEMMA3, {"layer_types": ["full_attention"] * 31}, "31 layers and num_hidden_layers = 32"),
+        (GEMMA3, {"layer_types": []}, "0 layers and num_hidden_layers = 32"),
+        (GEMMA3, {"sliding_window": None}, "sliding layers and no sliding_window"),
+        (
+            HF,
+            {"layer_types": ["sliding_attention"] * 32, "sliding_window": 64},
+            "of type sliding_attention",
+        ),
+        (
+            HF
+            | {"architectures": ["MixtralForCausalLM"]}
+            | {"num_local_experts": 2, "num_experts_per_tok": 1},
+            {"layer_types": ["full_attention"] * 32, "sliding_window": 64},
+            "layer_types",
+        ),
     ],
 )
 def test_what_families_refuse(config: dict[str, Any], changes: dict[str, Any], named: str) -> None:
