@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.models import hf
+from headrace.models import hf, hf_rope
 from headrace.models.llama import matrix, mlp_slots, norm_slot
 from headrace.models.need import Need, refuse
 from headrace.models.qwen3_moe import expert_slots, from_gguf
@@ -37,15 +36,15 @@ def from_hf(config: hf.Config) -> ModelSpec:
             "rotary pairs of halves": not config.get("rope_interleave", True),
         },
     )
-    fields = hf.decoder_fields(config)
+    head_dim = need.count("qk_rope_head_dim")  # of what turns
+    fields = hf.decoder_fields({**config, "head_dim": head_dim})
     latent = Latent(
         kv_rank=need.count("kv_lora_rank"),
         q_rank=config.get("q_lora_rank") or 0,
         plain_dim=need.count("qk_nope_head_dim"),
-        rope_dim=need.count("qk_rope_head_dim"),
+        rope_dim=head_dim,
         value_dim=need.count("v_head_dim"),
     )
-    rope, positions = hf.rope_of(config, latent.rope_dim)
     scale = _scale(config, latent.plain_dim + latent.rope_dim)
     first = int(config.get("first_k_dense_replace") or 0)
     kinds = tuple(
@@ -55,8 +54,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     more = {
         "kv_heads": 1,
         "head_dim": latent.kv_rank + latent.rope_dim,  # of what the cache keeps
-        "rope": msgspec.structs.replace(rope, dims=latent.rope_dim),
-        "max_positions": positions,
+        "rope": msgspec.structs.replace(fields["rope"], dims=latent.rope_dim),
         "latent": latent,
         "experts": _experts(config, need, v3=v3),
         "kinds": kinds,
@@ -66,12 +64,10 @@ def from_hf(config: hf.Config) -> ModelSpec:
 
 def _scale(config: Mapping[str, Any], query_dim: int) -> float:
     """Of the scores: YaRN's magnitude counts here, squared, by `mscale_all_dim`."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    mscale, factor = scaling.get("mscale_all_dim") or 0.0, scaling.get("factor") or 1.0
-    grown = 1.0
-    if kind != "default" and mscale and factor > 1:
-        grown = 0.1 * mscale * math.log(factor) + 1.0
+    scaling = hf_rope.scaling_of(config)
+    need, grown = Need(scaling, "rope_scaling"), 1.0
+    if hf_rope.kind_of(scaling) != "default" and "mscale_all_dim" in scaling:
+        grown = hf_rope.magnitude_of(need.number("factor", 1.0), need.number("mscale_all_dim"))
     return float(query_dim**-0.5 * grown * grown)
 
 

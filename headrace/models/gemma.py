@@ -103,10 +103,11 @@ def text_of(config: hf.Config, defaults: dict[str, Any]) -> dict[str, Any]:
 def ropes_of(text: hf.Config) -> tuple[dict[str, Any], Rope]:
     """What the config says of the global rotary embedding, and the local one."""
     ropes = text.get("rope_parameters") or {}
-    if "full_attention" in ropes:
-        rope, local = ropes["full_attention"], ropes.get("sliding_attention") or {}
+    if "full_attention" in ropes or "sliding_attention" in ropes:
+        rope, local = ropes.get("full_attention") or {}, ropes.get("sliding_attention") or {}
     else:
-        rope, local = ropes or text.get("rope_scaling") or {}, {}
+        rope, local = ropes, {}
+    rope = rope | (text.get("rope_scaling") or {})
     theta = local.get("rope_theta") or text.get("rope_local_base_freq") or _LOCAL_THETA
     scaled = local.get("rope_type", "default") != "default"
     refuse(hf.architecture(text), {"scaled local rotary embedding": scaled})
@@ -117,7 +118,7 @@ def _gemma3(text: dict[str, Any]) -> ModelSpec:
     rope, local = ropes_of(text)
     capped = bool(text.get("attn_logit_softcapping"))
     refuse(hf.architecture(text), {"attn_logit_softcapping": capped})
-    fields = _fields(text | {"rope_parameters": rope})
+    fields = _fields(text | {"rope_scaling": rope})
     pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6
     sliding: Sequence[bool] = [bool((i + 1) % pattern) for i in range(fields["layers"])]
     sliding = hf.sliding_layers(text, sliding)

@@ -46,7 +46,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     widths = [widths] * layers if isinstance(widths, int) else widths
     refuse(hf.architecture(text), {"attention_bias": bool(text.get("attention_bias"))})
     act = hf.act_of(text, "hidden_activation", "gelu_pytorch_tanh")
-    fields = hf.decoder_fields(text | {"rope_parameters": rope, "intermediate_size": widths[0]})
+    fields = hf.decoder_fields(text | {"rope_scaling": rope, "intermediate_size": widths[0]})
     sliding = hf.sliding_layers(text, [bool((i + 1) % 5) for i in range(layers)])
     windows = hf.windows(text, sliding, text["sliding_window"], fields["max_positions"])
     kinds = local_kinds(sliding, windows, 1.0)

@@ -17,7 +17,8 @@ _TURNED = 0.5  # of a head, where the config does not say
 
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
-    fields = hf.decoder_fields({"partial_rotary_factor": _TURNED} | dict(config))
+    config = {"partial_rotary_factor": _TURNED} | dict(config)
+    fields = hf.decoder_fields(config, turns_part=True)
     bias = bool(config.get("attention_bias", True))
     newer = hf.architecture(config).startswith("Glm4")
     return ModelSpec(**fields | {"qkv_bias": bias, "post_norms": newer})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.models.hf_rope import rope_of
 from headrace.models.need import Need, refuse
-from headrace.models.spec import Act, LayerSpec, Rope
+from headrace.models.spec import Act, LayerSpec
 
 Config = Mapping[str, Any]
 
@@ -23,9 +23,12 @@ _ACTS: dict[str, Act] = {
 }
 
 
-def decoder_fields(config: Config) -> dict[str, Any]:
-    """Fields of ModelSpec under the names that most families use. Raises ModelError for keys that
-    are missing, and for what no family here computes."""
+def decoder_fields(config: Config, *, turns_part: bool = False) -> dict[str, Any]:
+    """Fields of ModelSpec under the names that most families use. turns_part: the family turns the
+    part of a head that `partial_rotary_factor` says; others turn all of it.
+
+    Raises ModelError for keys that are missing, and for what no family here computes.
+    """
     name = architecture(config)
     refuse(name, {"quantization_config": bool(config.get("quantization_config"))})
     need = Need(config, "config.json")
@@ -33,6 +36,7 @@ def decoder_fields(config: Config) -> dict[str, Any]:
     head_dim = config.get("head_dim") or hidden // heads
     rows = need.count("vocab_size")
     rope, positions = rope_of(config, head_dim)
+    refuse(name, {"a partial_rotary_factor": rope.dims > 0 and not turns_part})
     return {
         "architecture": name,
         "layers": need.count("num_hidden_layers"),
@@ -104,102 +108,3 @@ def sliding_layers(config: Config, usual: Sequence[bool]) -> Sequence[bool]:
         },
     )
     return [name == "sliding_attention" for name in names]
-
-
-def rope_of(config: Config, head_dim: int) -> tuple[Rope, int]:
-    """The rotary embedding, and the positions that it makes of `max_position_embeddings`.
-
-    Reads both spellings: `rope_theta` + `rope_scaling`, and the newer `rope_parameters`. Raises
-    ModelError for what `Rope` has no kind for.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = {key: value for key, value in rope.items() if value is not None}
-    positions = Need(config, "config.json").count("max_position_embeddings")
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    part = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    dims = int(head_dim * part)
-    if not 0 < dims <= head_dim or dims % 2:
-        raise ModelError(f"partial_rotary_factor = {part} of head_dim = {head_dim}")
-    need, part_dims = Need(scaling, "rope_scaling"), dims if dims < head_dim else 0
-    if kind == "default":
-        return Rope(theta, dims=part_dims), positions
-    if kind == "linear":
-        factor = need.number("factor")
-        return Rope(theta, "linear", factor, dims=part_dims), positions
-    if kind == "dynamic":
-        factor = need.number("factor")
-        rope_ = Rope(theta, "dynamic", factor, original_positions=positions, dims=part_dims)
-        return rope_, int(positions * factor)
-    if kind == "llama3":
-        bounds = need.number("low_freq_factor"), need.number("high_freq_factor")
-        original = need.count("original_max_position_embeddings")
-        return Rope(
-            theta, "llama3", need.number("factor"), *bounds, original, dims=part_dims
-        ), positions
-    original = _original(config, scaling, positions)
-    if kind == "yarn":
-        return _yarn(scaling, theta, original, positions, part_dims)
-    if kind == "longrope":
-        return _longrope(scaling, theta, original, positions, part_dims), positions
-    raise ModelError(
-        f"rope scaling {kind!r} is not supported "
-        "(default, linear, dynamic, llama3, yarn and longrope are)"
-    )
-
-
-def _original(config: Config, scaling: Config, positions: int) -> int:
-    """Positions of the training before the context was extended; Phi-3 says it outside."""
-    inside = scaling.get("original_max_position_embeddings") or positions
-    return int(config.get("original_max_position_embeddings") or inside)
-
-
-def _yarn(
-    scaling: Config, theta: float, original: int, positions: int, part_dims: int
-) -> tuple[Rope, int]:
-    """https://arxiv.org/abs/2309.00071; the magnitude is its equation 22, or DeepSeek's quotient
-    of two."""
-    factor = scaling.get("factor") or positions / original
-    magnitude = scaling.get("attention_factor")
-    if magnitude is None:
-        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if mscale and mscale_all:
-            magnitude = _mscale(factor, mscale) / _mscale(factor, mscale_all)
-        else:
-            magnitude = _mscale(factor, 1.0)
-    rope = Rope(
-        theta,
-        "yarn",
-        float(factor),
-        original_positions=original,
-        magnitude=float(magnitude),
-        fast=float(scaling.get("beta_fast") or 32.0),
-        slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-        dims=part_dims,
-    )
-    return rope, max(positions, int(original * factor))
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _longrope(scaling: Config, theta: float, original: int, positions: int, part_dims: int) -> Rope:
-    """https://arxiv.org/abs/2402.13753; the magnitude as Phi-3's code has it."""
-    need = Need(scaling, "rope_scaling")
-    factor = scaling.get("factor") or positions / original
-    magnitude = scaling.get("attention_factor")
-    if magnitude is None:
-        grown = factor > 1 and original > 1
-        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if grown else 1.0
-    return Rope(
-        theta,
-        "longrope",
-        float(factor),
-        original_positions=original,
-        magnitude=float(magnitude),
-        short=need.numbers("short_factor"),
-        long=need.numbers("long_factor"),
-        dims=part_dims,
-    )

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from headrace.models.hf import rope_of
+from headrace.models.hf_rope import rope_of
 from headrace.models.positions import Rotary, rotate
 from headrace.models.rope import alibi_slopes, frequencies_by_length, inverse_frequencies, turns
 from headrace.models.slots import head_order

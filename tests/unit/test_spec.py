@@ -38,6 +38,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LISTS = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [1.0] * 64}
 GGUF: dict[str, Any] = {
     "general.architecture": "llama",
     "llama.block_count": 2,
@@ -86,6 +87,23 @@ def test_both_spellings_of_rope() -> None:
     assert from_hf(HF | {"rope_scaling": {"rope_type": "default"}}).rope == Rope(500000.0)
 
 
+def test_which_spelling_of_rope_counts() -> None:
+    """As in transformers: the older one, and an original context said outside."""
+    both = {
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+    }
+    assert from_hf(HF | both).rope == Rope(500000.0, "linear", 4.0)
+    outside = {"original_max_position_embeddings": 4096}
+    assert from_hf(HF | {"rope_scaling": LLAMA3} | outside).rope.original_positions == 4096
+    bare = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
+    assert from_hf(HF | {"rope_scaling": bare}).rope.original_positions == 131072
+    gemma = GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    ropes = {"sliding_attention": {"rope_theta": 5000.0}}
+    spec = from_hf(gemma | {"rope_parameters": ropes})
+    assert (spec.rope, spec.local_rope) == (Rope(500000.0, "linear", 4.0), Rope(5000.0))
+
+
 def test_qwen2_has_biases_and_a_window_that_is_off() -> None:
     qwen = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -107,7 +125,18 @@ def test_qwen2_has_biases_and_a_window_that_is_off() -> None:
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor = None"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"hidden_act": "tanh"}, "hidden_act = 'tanh'"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ({"partial_rotary_factor": 0.5}, "with a partial_rotary_factor is not supported"),
+        ({"rope_parameters": {"full_attention": LLAMA3}}, "rope_parameters for full_attention"),
+        ({"rope_theta": "1e6"}, "rope_theta = '1e6'"),
+        ({"rope_theta": 0}, "rope_theta = 0: a number above 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0, above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": [2]}}, r"factor = \[2\], a number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "x"}}, "beta_fast = 'x'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "dynamic' of 2"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor = 1"),
+        ({"rope_scaling": {"type": "longrope"} | LISTS}, "short_factor has 3 numbers, 64 above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, "experts"),
         ({"layer_types": ["linear_attention"]}, "linear_attention"),
