@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.errors import ModelError
 from headrace.models import hf, hf_rope
 from headrace.models.llama import matrix, mlp_slots, norm_slot
 from headrace.models.need import Need, refuse
@@ -38,6 +39,8 @@ def from_hf(config: hf.Config) -> ModelSpec:
     )
     head_dim = need.count("qk_rope_head_dim")  # of what turns
     fields = hf.decoder_fields({**config, "head_dim": head_dim})
+    if need.count("kv_lora_rank") % 2:
+        raise ModelError(f"kv_lora_rank = {config['kv_lora_rank']}: an even number is needed")
     latent = Latent(
         kv_rank=need.count("kv_lora_rank"),
         q_rank=config.get("q_lora_rank") or 0,

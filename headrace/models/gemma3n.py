@@ -41,9 +41,11 @@ _SPARSE_LAYERS, _SPARSITY = 10, 0.95  # where the config does not say
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
     text = text_of(config, _DEFAULTS)
-    layers, rope, local = int(text["num_hidden_layers"]), *ropes_of(text)
+    layers = Need(text, "config.json").count("num_hidden_layers")
+    rope, local = ropes_of(text)
     widths = text["intermediate_size"]
     widths = [widths] * layers if isinstance(widths, int) else widths
+    _refuse_others(text, layers, widths)
     refuse(hf.architecture(text), {"attention_bias": bool(text.get("attention_bias"))})
     act = hf.act_of(text, "hidden_activation", "gelu_pytorch_tanh")
     fields = hf.decoder_fields(text | {"rope_scaling": rope, "intermediate_size": widths[0]})
@@ -64,6 +66,14 @@ def from_hf(config: hf.Config) -> ModelSpec:
     return ModelSpec(**fields | more)
 
 
+def _refuse_others(text: dict[str, Any], layers: int, widths: Any) -> None:
+    """Raises ModelError for lists that are not of all layers."""
+    sparsity = text.get("activation_sparsity_pattern")
+    for key, found in (("intermediate_size", widths), ("activation_sparsity_pattern", sparsity)):
+        if isinstance(found, list) and len(found) != layers:
+            raise ModelError(f"{key} of {len(found)} layers and num_hidden_layers = {layers}")
+
+
 def _sparsity(text: dict[str, Any], layers: int) -> list[float]:
     sparsity = text.get("activation_sparsity_pattern")
     if sparsity is None:
@@ -75,10 +85,13 @@ def _sparsity(text: dict[str, Any], layers: int) -> list[float]:
 
 
 def _altup(text: dict[str, Any]) -> AltUp:
-    need = Need(text, "config.json")
+    need, active = Need(text, "config.json"), int(text["altup_active_idx"])
+    streams = need.count("altup_num_inputs")
+    if active >= streams:
+        raise ModelError(f"altup_active_idx = {active} of altup_num_inputs = {streams}")
     return AltUp(
-        streams=need.count("altup_num_inputs"),
-        active=int(need.number("altup_active_idx")),
+        streams=streams,
+        active=active,
         scaled=bool(text.get("altup_correct_scale", True)),
         laurel_rank=need.count("laurel_rank"),
         layer_width=need.count("hidden_size_per_layer_input"),

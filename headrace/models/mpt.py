@@ -17,6 +17,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
     need, attention = Need(config, "config.json"), config.get("attn_config") or {}
     kind = attention.get("attn_type", "multihead_attention")
+    norm = config.get("norm_type") or "layernorm"
     refuse(
         hf.architecture(config),
         {
@@ -25,6 +26,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
             "qk_ln": bool(attention.get("qk_ln")),
             "prefix_lm": bool(attention.get("prefix_lm")),
             "biases (no_bias = false)": not config.get("no_bias", True),
+            f"norm_type = {norm}": not norm.endswith("layernorm"),
             "logit_scale": config.get("logit_scale") is not None,
             "quantization_config": bool(config.get("quantization_config")),
         },
@@ -38,7 +40,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
         ffn=int(config.get("expansion_ratio", 4)) * hidden,
         vocab_rows=need.count("vocab_size"),
         vocab_size=need.count("vocab_size"),
-        norm_eps=float(config.get("layer_norm_epsilon") or 1e-5),
+        norm_eps=need.number("layer_norm_epsilon", 1e-5),
         max_positions=need.count("max_seq_len"),
         tied=bool(config.get("tie_word_embeddings", True)),
         dtype=hf.dtype_of(config),

@@ -152,6 +152,11 @@ def family_of(architecture: str) -> Family:
     return family
 
 
+def foreign(architecture: str) -> bool:
+    """Its layers are transformers'. Raises ModelError for an unknown architecture."""
+    return family_of(architecture) is _FOREIGN
+
+
 def _installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.errors import ModelError
 from headrace.messages import Positions
-from headrace.models import registry
+from headrace.models import config_types, registry
 from headrace.sources.card import known_ids, read_json
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header, read_header
@@ -89,6 +89,23 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     chosen_groups: int = 1
     group_score: Literal["best", "two"] = "best"  # of a group: its best, or its best two added
     biases: bool = False  # on the router and in the experts
+
+    def __post_init__(self) -> None:
+        if self.shared_ffn % self.ffn:
+            raise ModelError(
+                f"a shared expert {self.shared_ffn} wide is not made of experts {self.ffn} wide"
+            )
+        if self.chosen > self.count:
+            raise ModelError(f"num_experts_per_tok = {self.chosen} of {self.count} experts")
+        size = self.count // self.groups
+        open_to_choice = size * self.chosen_groups if self.groups > 1 else self.count
+        scored = size > 1 or self.group_score == "best" or self.groups == 1
+        fits = size * self.groups == self.count and self.chosen_groups <= self.groups
+        if not fits or not scored or self.chosen > open_to_choice:
+            raise ModelError(
+                f"n_group = {self.groups}, topk_group = {self.chosen_groups}: {self.chosen} of "
+                f"{self.count} experts cannot be chosen so"
+            )
 
     @property
     def shared(self) -> int:
@@ -175,15 +192,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} heads do not divide into {self.kv_heads} KV heads")
         if self.head_dim % 2:
-            raise ModelError(f"head_dim = {self.head_dim}: rotary embedding needs an even number")
+            raise ModelError(f"head_dim = {self.head_dim}: an even number is needed")
         if not 0 < self.vocab_size <= self.vocab_rows:
             raise ModelError(
                 f"the tokenizer has {self.vocab_size} ids, the embedding {self.vocab_rows} rows"
-            )
-        if self.experts is not None and self.experts.shared_ffn % self.experts.ffn:
-            raise ModelError(
-                f"a shared expert {self.experts.shared_ffn} wide is not made of experts "
-                f"{self.experts.ffn} wide"
             )
         if self.kinds and len(self.kinds) != self.layers:
             raise ModelError(f"{self.layers} layers, and kinds of {len(self.kinds)}")
@@ -252,12 +264,15 @@ def from_hf(config: Mapping[str, Any], known_ids: int = 0) -> ModelSpec:
 
     Raises ModelError naming an unknown architecture, a missing key or an unsupported feature.
     """
-    names = config.get("architectures") or ["(none)"]
-    spec = registry.module_of(str(names[0])).from_hf(config)
+    config_types.check({"architectures": config.get("architectures")})
+    name = (config.get("architectures") or ["(none)"])[0]
+    if not registry.foreign(name):
+        config_types.check(config)
+    spec = registry.module_of(name).from_hf(config)
     labels = len(labels_of(config))
     return msgspec.structs.replace(
         spec,
-        architecture=str(names[0]),
+        architecture=name,
         vocab_size=min(known_ids or spec.vocab_size, spec.vocab_size),
         labels=labels,
         tied=spec.tied or labels > 0,

@@ -274,6 +274,8 @@ MPT: dict[str, Any] = {
     "max_seq_len": 64, "vocab_size": 40,
 }  # fmt: skip
 GEMMA3 = HF | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 512}
+QWEN2 = HF | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+GEMMA3N: dict[str, Any] = {"architectures": ["Gemma3nForCausalLM"]}
 DEEPSEEK3 = HF | {
     "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "q_lora_rank": 1536,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
@@ -285,9 +287,10 @@ DEEPSEEK3 = HF | {
 @pytest.mark.parametrize("config", [HF | {"architectures": ["GemmaForCausalLM"]}, DEEPSEEK3])
 def test_a_classification_head_is_all_that_a_classifier_differs_in(config: dict[str, Any]) -> None:
     spec, name = from_hf(config), config["architectures"][0].replace("CausalLM", "{}")
-    names = {"architectures": [name.format("SequenceClassification")], "num_labels": 3}
-    changed = {"architecture": names["architectures"][0], "labels": 3, "tied": True}
-    assert from_hf(config | names) == msgspec.structs.replace(spec, **changed)
+    name = name.format("SequenceClassification")
+    classifier = from_hf(config | {"architectures": [name], "num_labels": 3})
+    changed: dict[str, Any] = {"architecture": name, "labels": 3, "tied": True}
+    assert classifier == msgspec.structs.replace(spec, **changed)
 
 
 def test_gemmas_tie_their_output_layer_unless_told_not_to() -> None:
@@ -384,6 +387,16 @@ def test_later_gemmas_do_not() -> None:
             "hidden_act = silu and hidden_activation = gelu",
         ),
         (GPT2, {"add_cross_attention": True}, "cross attention"),
+        (MPT, {"norm_type": "rmsnorm"}, "norm_type = rmsnorm"),
+        (DEEPSEEK3, {"num_experts_per_tok": 257}, "num_experts_per_tok = 257 of 256 experts"),
+        (DEEPSEEK3, {"n_group": 7}, "n_group = 7, topk_group = 4"),
+        (DEEPSEEK3, {"topk_group": 9}, "n_group = 8, topk_group = 9"),
+        (DEEPSEEK3, {"n_group": 256}, "n_group = 256, topk_group = 4: 8 of 256"),
+        (DEEPSEEK3, {"num_experts_per_tok": 129}, "129 of 256 experts cannot be chosen so"),
+        (DEEPSEEK3, {"kv_lora_rank": 511}, "kv_lora_rank = 511: an even number"),
+        (GEMMA3N, {"intermediate_size": [8192] * 34}, "of 34 layers and num_hidden_layers = 35"),
+        (GEMMA3N, {"activation_sparsity_pattern": [0.0]}, "pattern of 1 layers and num_hidden"),
+        (GEMMA3N, {"altup_active_idx": 4}, "altup_active_idx = 4 of altup_num_inputs = 4"),
         (GPT2, {"n_layer": None}, "n_layer = None"),
         (GPT2, {"activation_function": "mish"}, "activation_function = 'mish'"),
         (MPT, {"attn_config": {"alibi": False}}, "no ALiBi"),
@@ -411,6 +424,57 @@ def test_later_gemmas_do_not() -> None:
     ],
 )
 def test_what_families_refuse(config: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    from_hf(config)
+    with pytest.raises(ModelError, match=named):
+        from_hf(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        (HF, {"architectures": "LlamaForCausalLM"}, "architectures = 'Llama.*a list of texts"),
+        (HF, {"architectures": [3]}, r"architectures = \[3\]"),
+        (HF, {"rope_scaling": -1}, "rope_scaling = -1, a mapping"),
+        (
+            HF,
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}},
+            "g.truncate = 'no'",
+        ),
+        (HF, {"num_key_value_heads": 0}, "num_key_value_heads = 0, a count"),
+        (HF, {"num_key_value_heads": [8]}, r"num_key_value_heads = \[8\], a count"),
+        (HF, {"head_dim": "128"}, "head_dim = '128', a count"),
+        (HF, {"head_dim": -2}, "head_dim = -2, a count"),
+        (HF, {"intermediate_size": "big"}, "intermediate_size = 'big'"),
+        (HF, {"intermediate_size": [8] * 32}, "intermediate_size = .8.*a number"),
+        (HF, {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false', true or false"),
+        (HF, {"tie_word_embeddings": None}, "tie_word_embeddings = None, true or false"),
+        (HF, {"attention_bias": 1}, "attention_bias = 1, true or false"),
+        (HF, {"hidden_act": {"a": 1}}, "hidden_act = .*a text"),
+        (HF, {"layer_types": [1] * 32}, "layer_types = .*a list of texts"),
+        (HF, {"num_attention_heads": float("nan")}, "num_attention_heads = nan"),
+        (HF, {"rms_norm_eps": -1}, "rms_norm_eps = -1, a number of 0 or more"),
+        (QWEN2, {"sliding_window": 0.5}, "sliding_window = 0.5"),
+        (QWEN2, {"sliding_window": "3"}, "sliding_window = '3'"),
+        (QWEN2, {"max_window_layers": None}, "max_window_layers = None, a whole number"),
+        (GPT2, {"scale_attn_weights": None}, "scale_attn_weights = None"),
+        (MPT, {"expansion_ratio": None}, "expansion_ratio = None, a count"),
+        (MPT, {"attn_config": {"softmax_scale": -1}}, "attn_config.softmax_scale = -1"),
+        (DEEPSEEK3, {"first_k_dense_replace": [1]}, r"first_k_dense_replace = \[1\]"),
+        (
+            GEMMA3N,
+            {"activation_sparsity_pattern": 1.0},
+            "activation_sparsity_pattern = 1.0, a share",
+        ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": HF},
+            {"text_config": HF | {"head_dim": 0.5}},
+            "text_config.head_dim = 0.5",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(
+    config: dict[str, Any], changes: dict[str, Any], named: str
+) -> None:
     from_hf(config)
     with pytest.raises(ModelError, match=named):
         from_hf(config | changes)
