@@ -18,7 +18,7 @@ _NEVER_NULL = (
     "alibi", "qk_ln", "prefix_lm", "altup_correct_scale", "altup_active_idx",
     "num_kv_shared_layers", "expansion_ratio", "decoder_sparse_step", "moe_layer_freq",
     "first_k_dense_replace", "sliding_window_pattern", "rope_theta",
-    "query_pre_attn_scalar", "routed_scaling_factor",
+    "query_pre_attn_scalar", "routed_scaling_factor", "rope_type", "type",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from headrace.models.layers import Decoder
 from headrace.models.registry import module_of, slots_of
 from headrace.models.slots import Slot
 from headrace.models.spec import ModelSpec
-from headrace.runner.checkpoint import Checkpoint, SafetensorsFolder
+from headrace.runner.checkpoint import RawCheckpoint, SafetensorsFolder
 from headrace.runner.fit import checked
 from headrace.runner.named import fold
 from headrace.runner.pieces import Piece, pieces
@@ -35,7 +35,7 @@ PROCESSOR = torch.device("cpu")
 
 def load_model(
     spec: ModelSpec,
-    checkpoint: Checkpoint | None,
+    checkpoint: RawCheckpoint | None,
     dtype: torch.dtype,
     device: torch.device = PROCESSOR,
     progress: Progress | None = None,
@@ -54,7 +54,7 @@ def load_model(
 
 
 def load(
-    model: Decoder, slots: list[Slot], checkpoint: Checkpoint, progress: Progress | None = None
+    model: Decoder, slots: list[Slot], checkpoint: RawCheckpoint, progress: Progress | None = None
 ) -> None:
     """Set every parameter of `model`, wherever they are; `progress` hears of every piece.
 
@@ -73,7 +73,7 @@ def load(
         torch.set_num_threads(threads)  # the readers' one thread each is torch's newest default
 
 
-def _pieces(by_name: Mapping[str, Slot], checkpoint: Checkpoint) -> list[Piece]:
+def _pieces(by_name: Mapping[str, Slot], checkpoint: RawCheckpoint) -> list[Piece]:
     """In the order in which they lie in the files, so that reading is sequential."""
     return [
         piece
@@ -83,7 +83,7 @@ def _pieces(by_name: Mapping[str, Slot], checkpoint: Checkpoint) -> list[Piece]:
     ]
 
 
-def check(spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, dtype: str) -> None:
+def check(spec: ModelSpec, slots: list[Slot], checkpoint: RawCheckpoint, dtype: str) -> None:
     """Raise ModelError naming the tensors with values that are not finite, as they are stored or
     in `dtype` (torch's name)."""
     target: torch.dtype = getattr(torch, dtype)
@@ -104,7 +104,7 @@ def check(spec: ModelSpec, slots: list[Slot], checkpoint: Checkpoint, dtype: str
         raise ModelError(f"{total} weights are NaN or infinite as {dtype}, in {fold(bad)}")
 
 
-def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: Checkpoint) -> None:
+def _map(model: Decoder, by_name: dict[str, Slot], checkpoint: RawCheckpoint) -> None:
     """Leave what may stay in the checkpoint there, and drop it from `by_name`: a view of the file,
     whose pages the system reads as rows are used, and may forget. A GPU reads no such pages."""
     on_gpu = any(one.is_cuda for one in model.parameters())

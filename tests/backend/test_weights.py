@@ -25,7 +25,7 @@ from headrace.models.spec import ModelSpec, read_spec
 from headrace.quant import ggml
 from headrace.runner import pieces
 from headrace.runner.build import load_runner
-from headrace.runner.checkpoint import GgufFile, dtypes_of, open_checkpoint
+from headrace.runner.checkpoint import GgufFile, bytes_of, dtypes_of, open_checkpoint
 from headrace.runner.pieces import ordered
 from headrace.runner.upload import upload
 from headrace.runner.weights import load_model
@@ -125,6 +125,9 @@ class Stored(dict[str, torch.Tensor]):
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self[name][start:stop]
 
+    def raw(self, name: str, start: int, stop: int) -> ggml.Bytes:
+        return bytes_of(self.read(name, start, stop))
+
 
 def gguf_tensors(spec: ModelSpec) -> Stored:
     draw = torch.Generator().manual_seed(0)
@@ -194,11 +197,21 @@ def test_progress_is_counted(tmp_path: Path) -> None:
 def test_tied_models_ignore_a_stored_output_layer(tmp_path: Path) -> None:
     files, tensors = hf_folder(tmp_path, tie_word_embeddings=True)
     extras = {
-        "lm_head.weight": torch.zeros(40, 32),
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
     }
     save_file(tensors | extras, tmp_path / "model.safetensors")
     assert load(files).head is None
+
+
+def test_a_tied_output_layer_that_differs_is_refused(tmp_path: Path) -> None:
+    """transformers would compute with it, and others with the embedding."""
+    files, tensors = hf_folder(tmp_path, tie_word_embeddings=True)
+    other = tensors["model.embed_tokens.weight"] * 2
+    for head in (other, other[:39].clone(), other.half()):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=r"lm_head\.weight is not the embedding, and tie_word"):
+            load(files)
 
 
 @pytest.mark.parametrize(
