@@ -322,6 +322,7 @@ def _loop(
     poller.register(post.socket, zmq.POLLIN)
     poller.register(stopper.fileno(), zmq.POLLIN)
     worked_s = told_s = time.monotonic()
+    shown_idle = True  # by the metrics
     while not stopper.stopped:
         if engine.has_work:
             worked_s = time.monotonic()
@@ -335,14 +336,21 @@ def _loop(
         dropped = taken < INTAKE and post.judge()
         if taken or dropped or engine.has_work:
             outs = engine.turn()
-            # Before the news go out: who has seen an answer end finds it counted, if nothing runs.
-            if not engine.has_work or time.monotonic() - told_s >= METRICS_S:
-                stats = engine.stats()
-                pulser.steps = stats.steps
-                metrics.update(stats)
+            # Before the news go out: who has seen an answer end finds it counted, if the page shows
+            # that nothing runs. So a page that does is written anew with the first that runs.
+            if not engine.has_work or shown_idle or time.monotonic() - told_s >= METRICS_S:
+                shown_idle = _show(engine, pulser, metrics)
                 told_s = time.monotonic()
             if not post.send(outs):
-                metrics.update(engine.stats())
+                shown_idle = _show(engine, pulser, metrics)
+
+
+def _show(engine: ServingEngine, pulser: Pulser, metrics: EngineMetrics) -> bool:
+    """Write the metrics; whether they show that no request runs or waits."""
+    stats = engine.stats()
+    pulser.steps = stats.steps
+    metrics.update(stats)
+    return not (stats.running or stats.waiting)
 
 
 def _gather(stopper: Stopper, poller: zmq.Poller, post: Post, engine: ServingEngine) -> None:

@@ -25,7 +25,7 @@ from headrace.engine.server import Stopper, run
 from headrace.engine.sockets import INBOX, PULSE
 from headrace.engine.token_stream import Delta, TokenStream
 from headrace.errors import EngineDead, NotReady, RequestFailed
-from headrace.messages import Abort, Beat, Done, EngineInfo, Finish, Pulse, Submit
+from headrace.messages import Abort, Beat, Done, EngineInfo, Finish, Pulse, Submit, TokenOut
 from tests.unit.engine_double import ScriptedEngine
 
 INFO = EngineInfo(4096, 64, 259, 16, 100)
@@ -59,6 +59,7 @@ class Running:
         api_timeout_s: float = 10.0,
     ) -> None:
         self.stopper = Stopper()
+        self.registry = CollectorRegistry()
         settings = msgspec.structs.replace(Settings(), api_timeout_s=api_timeout_s)
 
         def build(say: Callable[[str], None]) -> tuple[Engine, EngineInfo]:
@@ -68,7 +69,7 @@ class Running:
             return cast(Engine, engine), INFO
 
         self.thread = threading.Thread(
-            target=run, args=(self.stopper, folder, settings, build, CollectorRegistry())
+            target=run, args=(self.stopper, folder, settings, build, self.registry)
         )
         self.thread.start()
 
@@ -77,6 +78,12 @@ class Running:
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         self.stopper.close()
+
+    def shown(self, name: str, **labels: str) -> float:
+        """A metric, as a page would say it now."""
+        value = self.registry.get_sample_value(name, {"model_name": "default", **labels})
+        assert value is not None, name
+        return value
 
     def __enter__(self) -> Running:
         return self
@@ -234,6 +241,43 @@ async def test_an_engine_without_work_does_what_it_put_off(folder: Path) -> None
             assert left == [2], "no other piece comes before it"
             await until(lambda: engine.put_off == 0)
             assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
+
+
+class Overlapping(ScriptedEngine):
+    """A step is in flight when the last request has ended; it lands when `landed` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.landed = threading.Event()
+        self.in_flight = False
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or self.in_flight
+
+    def turn(self) -> dict[int, TokenOut]:
+        if self.in_flight and not self.live:
+            assert self.landed.wait(PATIENCE_S)
+        self.in_flight = bool(self.live)
+        return super().turn()
+
+
+async def test_a_page_that_shows_nothing_running_has_counted_who_was_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon a request follows on another, and while a step of it is still in flight."""
+    monkeypatch.setattr(server_module, "METRICS_S", 600.0)
+    engine = Overlapping()
+    with Running(folder, engine) as running:
+        async with connected(folder) as client:
+            for steps in (2, 4, 6):
+                engine.landed.clear()
+                assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
+                idle = running.shown("headrace_requests_running") == 0
+                counted = running.shown("headrace_steps_total") == steps
+                engine.landed.set()
+                assert counted or not idle
+                await until(lambda: not engine.has_work)
 
 
 async def test_nothing_is_taken_while_the_model_loads(folder: Path) -> None:
