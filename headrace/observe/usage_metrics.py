@@ -36,20 +36,29 @@ class UsageMetrics:
     def count(
         self, outcome: str, tokens: dict[str, int], compute_s: float, cost: float, currency: str
     ) -> None:
-        """One record. tokens: by kind."""
-        self._add(self._requests, outcome)
-        for kind, count in tokens.items():
-            self._add(self._tokens, kind, by=count)
-        self._add(self._compute, by=compute_s)
-        self._add(self._cost, currency, by=cost)
+        """One record. tokens: by kind.
 
-    def _add(self, counter: Counter, *labels: str, by: float = 1.0) -> None:
-        """A series is shown from the first time it is named, and found by one lookup later."""
+        The request is counted last, and its series made first, so that pages, which are read in the
+        order in which series were made, show no request without what it used.
+        """
+        requests = self._named(self._requests, outcome)
+        for kind, count in tokens.items():
+            self._add(count, self._tokens, kind)
+        self._add(compute_s, self._compute)
+        self._add(cost, self._cost, currency)
+        requests.inc()
+
+    def _add(self, by: float, counter: Counter, *labels: str) -> None:
+        series = self._named(counter, *labels)
+        if by:
+            series.inc(by)
+
+    def _named(self, counter: Counter, *labels: str) -> Counter:
+        """A series, shown from the first time it is named, and found by one lookup later."""
         series = self._series.get((counter, *labels))
         if series is None:
             series = self._series[counter, *labels] = counter.labels(self._model_name, *labels)
-        if by:
-            series.inc(by)
+        return series
 
     def count_error(self) -> None:
         """A record could not be written."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from headrace.api.answer import Answer, Reply
 from headrace.api.beams import StepAccount
@@ -129,6 +129,29 @@ async def test_the_record_is_written_before_the_end_of_a_stream_leaves(office: O
     await response({}, receive, send)
     assert lines_then == [1]
     assert office.lines()[0]["output_tokens"] == 5
+
+
+def test_a_request_is_counted_when_all_that_it_used_is(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may read between any two writes, in the order in which series were made."""
+    seen: list[tuple[float, float]] = []
+    write = Counter.inc
+
+    def look(counter: Counter, by: float = 1.0) -> None:
+        requests = office.total("headrace_usage_requests_total", outcome="ok")
+        seen.append((requests, office.total("headrace_usage_cost_total", currency="EUR")))
+        write(counter, by)
+
+    monkeypatch.setattr(Counter, "inc", look)
+    bill = office.bill()
+    bill.submitted(1)
+    bill.told(DONE, 100.75, 101.75)
+    asyncio.run(bill.close(ANSWER))
+    cost = office.lines()[0]["cost"]
+    assert len(seen) == 7  # four kinds of tokens, time, cost, the request
+    assert set(seen) == {(0.0, 0.0), (0.0, cost)}
+    assert next(iter(office.meter.metrics._series.values()))._value.get() == 1.0, "made first"
 
 
 def test_prompts_of_one_request_add_up(office: Office) -> None:
