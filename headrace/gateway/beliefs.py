@@ -85,6 +85,10 @@ class Expected(Holders):
         self._count -= len(until)
         until.clear()
 
+    def blocks(self, name: str) -> int:
+        """How many are expected of `name`."""
+        return len(self._until[name])
+
     def expect(self, name: str, chain: Sequence[int], until_s: float) -> None:
         """`name` will hold these. Beyond MAX_EXPECTED nothing more is expected."""
         if not chain or self._count + len(chain) > MAX_EXPECTED:
@@ -214,12 +218,15 @@ class Beliefs:
         if followed is None:
             return None
         feed, source = followed.feed, followed.source
+        self._expected.sweep(time.monotonic())
         return {
             "endpoint": source.endpoint,
             "state": feed.state,
             "why": feed.why,
             "blocks": self.blocks.blocks(name),
             "block_tokens": self.blocks.block_size(name),
+            "expected_blocks": self._expected.blocks(name),
+            "next_batch": feed.next_batch,
             **feed.counts,
         }
 

@@ -56,6 +56,11 @@ class Feed:
     # ------------------------------------------------------------ what it is worth
 
     @property
+    def next_batch(self) -> int:
+        """The number of the first batch that was not applied."""
+        return self._next
+
+    @property
     def state(self) -> State:
         """How much the index knows of this worker."""
         if self._odd or self._index.odd(self._name) or not self._heard:

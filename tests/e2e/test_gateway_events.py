@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.serving import PATIENCE_S
 from tests.e2e.test_gateway import GatewayProcess
+from tests.unit.kv_subscriber import PlainSubscriber
 from tests.unit.test_inspect import GEMMA3
 
 MODEL = "smollm2-135m-instruct"
@@ -63,19 +64,30 @@ class Fleet:
         return told
 
     def settled(self) -> None:
-        """Until the gateway has heard of everything that the workers hold."""
+        """Until the gateway has applied every event of those whom it listens to, and expects none:
+        what an answer leaves behind is published, or waits to be, before that answer ends."""
         deadline_s = time.monotonic() + PATIENCE_S
-        before: Any = None
-        same = 0
-        while same < 3:
+        up = [row["name"] for row in self.gateway.workers().values() if row["state"] == "up"]
+        published = {url: batches_of(url) for url in up}
+        while True:
             rows = self.gateway.workers()
-            said = [row["kv_events"] for row in rows.values()]
-            now = [(one["state"], one["batches"]) for one in said if one]
-            exact = all(state == "exact" for state, _ in now)
-            same = same + 1 if exact and now == before else 0
-            assert time.monotonic() < deadline_s, rows
-            before = now
-            time.sleep(0.2)
+            said = {url: rows[url]["kv_events"] or {} for url in published}
+            now = {url: one.get("next_batch") for url, one in said.items()}
+            if now == published and all(
+                (one["state"], one["expected_blocks"]) == ("exact", 0) for one in said.values()
+            ):
+                return
+            assert time.monotonic() < deadline_s, (published, rows)
+            time.sleep(0.05)
+
+
+def batches_of(url: str) -> int:
+    """How many batches of events a worker has published; it says so when all of them left."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE_S) as answer:
+        told = json.load(answer)["data"][0]["kv_events"]
+    with PlainSubscriber(told["endpoint"], told["replay_endpoint"]) as asked:
+        kept = asked.replay(0)
+    return kept[-1][0] + 1 if kept else 0
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,13 @@ def test_what_was_computed_is_expected_no_longer_than_its_events_take() -> None:
     assert expected.match([1, 2, 3], ["w"]) == (3,)
     expected.sweep(1.0)
     assert expected.match([1, 2, 3], ["w"]) == (2,), "the other one is still to come"
+    assert expected.blocks("w") == 3, "1, 2 and 4"
     expected.come("w", [1, 2, 4], 7.0, 8.0)
     expected.sweep(7.0)
     assert expected.match([1, 2, 4], ["w"]) == (0,), "no call makes it later"
     expected.expect("w", [9], 9.0)
     expected.clear("w")
+    assert expected.blocks("w") == 0
     expected.come("w", [9], 9.0, 8.5)
     assert expected.match([9], ["w"]) == (0,)
     expected.remove_worker("w")

@@ -241,7 +241,12 @@ async def test_events_and_tokens_meet() -> None:
                 await until(lambda: not made.fleet.beliefs.blocks.blocks(knows.url), "cleared")
                 workers = (await get(made.port, "/gateway/workers")).json()["workers"]
                 row = next(row for row in workers if row["name"] == knows.url)
-                assert (row["kv_events"]["state"], row["kv_events"]["batches"]) == ("exact", 2)
+                said = row["kv_events"]
+                assert (said["state"], said["batches"], said["next_batch"]) == ("exact", 2, 2)
+                told_now = made.fleet.beliefs.tell
+                await until(
+                    lambda: (told_now(knows.url) or {})["expected_blocks"] == 0, "none on its way"
+                )
                 assert await metric(made, "worker_index", state="exact") == 1
         finally:
             publisher.stop()
