@@ -33,7 +33,7 @@ from headrace.backends.cpu.device import cores
 from headrace.config import Resolved, Settings
 from headrace.errors import ConfigError, SetupError
 from headrace.messages import EngineInfo
-from headrace.observe.logs import configure_logging
+from headrace.observe.logs import configure_logging, print_line
 from headrace.observe.tracing import check_installed
 from headrace.pages import give_back
 from headrace.sources.cache import cache_home
@@ -323,7 +323,7 @@ def run_server(settings: Settings) -> int:
 
     def say(text: str) -> None:
         try:
-            print(text, file=sys.stderr, flush=True)
+            print_line(text)
         except OSError:  # whoever read it is gone: go on in silence, also at the exit's flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -382,5 +382,5 @@ def api_process(
     try:
         serve(folder, settings, files, worker, sock)
     except SetupError as error:  # a tokenizer or template that cannot be read
-        print(f"headrace: {error.message}", file=sys.stderr)
+        print_line(f"headrace: {error.message}")
         raise SystemExit(2) from None

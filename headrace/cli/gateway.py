@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 import typing
 import urllib.error
@@ -39,7 +38,7 @@ from headrace.gateway.settings import (
 from headrace.gateway.siblings import Siblings
 from headrace.gateway.tenants import Doorkeeper
 from headrace.gateway.tokenising import ModelTokens, load_models
-from headrace.observe.logs import configure_logging
+from headrace.observe.logs import configure_logging, print_line
 
 POLL_S = 0.2
 
@@ -193,9 +192,9 @@ def _say(settings: GatewaySettings, keyed: bool, workers: int, port: int) -> Non
     host = settings.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if look := page.address(url, host, shown=settings.ui, keyed=keyed):
-        print(f"look: {look}", file=sys.stderr)
+        print_line(f"look: {look}")
     count = "1 worker" if workers == 1 else f"{workers} workers"
-    print(f"gateway: {url}, {count}", file=sys.stderr, flush=True)
+    print_line(f"gateway: {url}, {count}")
 
 
 @command.command("drain")

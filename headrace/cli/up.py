@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 
 from headrace.cli.options import read_settings, settings_options
 from headrace.errors import ConfigError
+from headrace.observe.logs import print_line
 
 # Each replica gets its own, named or not: see `replicas.event_endpoints`.
 SUPPLIED = {
@@ -52,7 +52,7 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     admins = tuple(KeySpec(key=key, admin=True) for key in settings.api_key)
     doorkeeper = Doorkeeper((*file.keys, *admins), file.tiers)
     shares = Shares(settings, resolve_backend(settings).value, replicas)
-    model = find_model(settings, _say)  # once, before all of them want it
+    model = find_model(settings, print_line)  # once, before all of them want it
     if settings.prefix_caching and model.has_text:
         own["tokenizer"] = (f"{model.name}={'fake' if model.kind == 'fake' else model.path}",)
     gateway = merge(own | file.gateway, said)
@@ -62,11 +62,7 @@ def command(replicas: int, fleet_file: Path | None, config_file: Path | None, **
     flags = {key: getattr(settings, key) for key in sources if sources[key].kind == "flag"}
     with runtime_folder("up-") as folder, free_ports(replicas) as ports:
         specs = workers(settings, flags, config_file, model.name, shares, ports, folder)
-        registry = Replicas(specs, _say)
+        registry = Replicas(specs, print_line)
         run(gateway, registry, doorkeeper, registry.watch)
     if registry.failed:
         raise SystemExit(2)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Log lines of every process of a server: one handler on stderr, one form."""
+"""Lines of every process of a server: one handler on stderr, one form; and what is for people."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class OneLine(logging.Formatter):
                 for c in record.message
             )
         return super().formatMessage(record)
+
+
+def print_line(text: str) -> None:
+    """A line for people, on stderr. In one write, so that no line of another process, or thread,
+    begins before its end: `print` takes two where Python buffers nothing. Raises OSError."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def configure_logging(level: str) -> None:

@@ -1,8 +1,14 @@
-"""Log lines: one message, one line."""
+"""Log lines, and lines for people: one message, one line."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
 
 from headrace.observe.logs import OneLine
 
@@ -27,3 +33,17 @@ def test_tracebacks_keep_their_lines() -> None:
     first, *rest = told.splitlines()
     assert first == r"I headrace.x: lost: a\nb"
     assert rest[0].startswith("Traceback")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_for_people_is_one_write(unbuffered: str) -> None:
+    """Lines of other processes may come before it or after it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
+    code = "from headrace.observe.logs import print_line; print_line('ready'); print_line('go')"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with ours:
+        with theirs:
+            subprocess.run(
+                [sys.executable, "-c", code], stderr=theirs.fileno(), env=environment, check=True
+            )
+        assert [ours.recv(100) for _ in range(3)] == [b"ready\n", b"go\n", b""]
