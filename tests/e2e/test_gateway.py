@@ -24,7 +24,14 @@ import pytest
 from tests.e2e.serving import PATIENCE_S, Server, events
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = {"model": "fake", "prompt": "long", "max_tokens": 900, "stream": True, "ignore_eos": True}
+LONG: dict[str, Any] = {
+    "model": "fake",
+    "prompt": "long",
+    "max_tokens": 400,
+    "stream": True,
+    "ignore_eos": True,
+}
+ENDLESS = 2000
 
 
 class GatewayProcess:
@@ -93,8 +100,9 @@ class GatewayProcess:
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Server]:
-    """A worker that tests stop and kill; slow enough to be in the middle of an answer."""
-    with Server(fake_step_ms=5.0, max_model_len=2048) as server:
+    """A worker that tests stop and kill; slow enough to be in the middle of an answer of ENDLESS
+    tokens however slow the machine is."""
+    with Server(fake_step_ms=10.0, max_model_len=2048) as server:
         yield server
 
 
@@ -105,11 +113,11 @@ def before_one(shared_server: Server) -> Iterator[GatewayProcess]:
         yield gateway
 
 
-def stream(port: int, out: list[bytes], began: threading.Event) -> None:
+def stream(port: int, out: list[bytes], began: threading.Event, tokens: int = 400) -> None:
     """Read one stream to its end, or to where it is cut."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(LONG))
+        connection.request("POST", "/v1/completions", json.dumps(LONG | {"max_tokens": tokens}))
         answer = connection.getresponse()
         whole = answer.read1()
         began.set()
@@ -198,7 +206,7 @@ def test_a_stopped_or_killed_worker_is_out_and_its_streams_end_in_errors(mortal:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             out: list[bytes] = []
             began = threading.Event()
-            reader = threading.Thread(target=stream, args=(gateway.port, out, began))
+            reader = threading.Thread(target=stream, args=(gateway.port, out, began, ENDLESS))
             reader.start()
             assert began.wait(PATIENCE_S)
             os.kill(mortal.apis[0].pid, number)
