@@ -24,7 +24,15 @@ H2C = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(fake_step_ms=2.0, receive_timeout_s=2.0, stall_timeout_s=1.5) as running:
+    with Server(fake_step_ms=5.0) as running:
+        yield running
+        running.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Server]:
+    """One that waits for no client: for those alone whom it need not wait for."""
+    with Server(receive_timeout_s=2.0, stall_timeout_s=1.5) as running:
         yield running
         running.wait_idle()
 
@@ -32,6 +40,13 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def sock(server: Server) -> Iterator[socket.socket]:
     with connect(server) as made:
+        yield made
+
+
+@pytest.fixture
+def late(hasty: Server) -> Iterator[socket.socket]:
+    """Of one who keeps that server waiting."""
+    with connect(hasty) as made:
         yield made
 
 
@@ -77,32 +92,30 @@ def split(answer: bytes) -> tuple[int, bytes, bytes]:
     "raw",
     [b"GET /hea", post(SHORT)[:-5], b"POST /v1/completions HTTP/1.1\r\nexpect: 100-continue\r\n"],
 )
-def test_a_request_that_stays_unfinished_is_a_408(
-    server: Server, sock: socket.socket, raw: bytes
-) -> None:
+def test_a_request_that_stays_unfinished_is_a_408(late: socket.socket, raw: bytes) -> None:
     start_s = time.monotonic()
-    sock.sendall(raw)
-    status, _, body = split(read_all(sock))
+    late.sendall(raw)
+    status, _, body = split(read_all(late))
     assert status == 408
     assert json.loads(body)["error"]["code"] == "request_timeout"
     assert time.monotonic() - start_s > 0.5
 
 
-def test_a_byte_now_and_then_does_not_buy_time(sock: socket.socket) -> None:
+def test_a_byte_now_and_then_does_not_buy_time(late: socket.socket) -> None:
     raw = post({**SHORT, "user": "u" * 400})
     with pytest.raises(ConnectionError):  # before all of it was sent
-        send_slowly(sock, [bytes([byte]) for byte in raw], 0.05)
+        send_slowly(late, [bytes([byte]) for byte in raw], 0.05)
 
 
-def test_a_connection_that_asks_nothing_is_closed_in_silence(sock: socket.socket) -> None:
-    assert read_all(sock) == b""
+def test_a_connection_that_asks_nothing_is_closed_in_silence(late: socket.socket) -> None:
+    assert read_all(late) == b""
 
 
 def test_a_body_that_the_route_does_not_read_does_not_hold_the_connection(
-    sock: socket.socket,
+    late: socket.socket,
 ) -> None:
-    sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nx")
-    assert split(read_all(sock))[0] == 200
+    late.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nx")
+    assert split(read_all(late))[0] == 200
 
 
 @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"])
@@ -113,12 +126,12 @@ def test_a_head_without_end_is_cut(server: Server, sock: socket.socket, start: b
     assert server.get("/health")[0] == 200
 
 
-def test_a_whole_answer_that_nobody_reads_is_dropped(server: Server) -> None:
+def test_a_whole_answer_that_nobody_reads_is_dropped(hasty: Server) -> None:
     """The last send of an answer returns before its bytes have left."""
-    with connect(server, receive_bytes=4096) as sock:
+    with connect(hasty, receive_bytes=4096) as sock:
         # 2.4 MB for one: where sending takes long, it is cut for that.
         sock.sendall(post({"tokens": [257] * 200_000}, path="/detokenize"))
-        server.wait(lambda: "took none of its last" in server.log_path.read_text(), "the cut")
+        hasty.wait(lambda: "took none of its last" in hasty.log_path.read_text(), "the cut")
         assert len(read_all(sock)) < 1_000_000
 
 
