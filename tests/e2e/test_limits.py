@@ -96,23 +96,26 @@ def test_every_path_but_the_probes_needs_a_key(server: Server) -> None:
         assert server.request("GET", "/version", headers=known)[0] == 200
 
 
-def test_time_is_limited_for_the_whole_and_for_the_first_token() -> None:
-    """Two take all rows and run to their limit, a third waits for one too long."""
-    limits: dict[str, Any] = {"request_timeout_s": 7.0, "first_token_timeout_s": 2.5}
-    with (
-        Server(fake_step_ms=10.0, max_num_seqs=3, **limits) as server,
-        ThreadPoolExecutor() as pool,
-    ):
-        whole = pool.submit(server.request, "POST", TEXT, LONG)
+def test_time_is_limited_for_the_first_token() -> None:
+    """One takes all rows, another waits for one too long."""
+    with Server(fake_step_ms=10.0, max_num_seqs=2, first_token_timeout_s=2.5) as server:
         running = Open(server, rows=2)
         assert running.status() == 200, running.rest()
-        server.wait(lambda: server.metric("headrace_requests_running") == 3, "no row is free")
+        server.wait(lambda: server.metric("headrace_requests_running") == 2, "no row is free")
         status, _, raw = server.request("POST", TEXT, LONG)
         assert (status, error_of(raw)["code"]) == (504, "first_token_timed_out")
         assert "2.5 s" in error_of(raw)["message"]
+        running.leave()
+
+
+def test_time_is_limited_for_the_whole() -> None:
+    with Server(fake_step_ms=10.0, request_timeout_s=3.0) as server, ThreadPoolExecutor() as pool:
+        whole = pool.submit(server.request, "POST", TEXT, LONG)
+        running = Open(server, rows=2)
+        assert running.status() == 200, running.rest()
         *chunks, last = events(running.rest())
         assert last["error"]["code"] == "timed_out"
-        assert "in 7 s" in last["error"]["message"]
+        assert "in 3 s" in last["error"]["message"]
         assert chunks
         assert "[DONE]" not in chunks
         status, _, raw = whole.result()  # not streamed: its own status
