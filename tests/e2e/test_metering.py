@@ -60,7 +60,7 @@ class Metered(Server):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metered]:
     folder = tmp_path_factory.mktemp("usage")
     with Metered(
-        folder, workers=2, fake_step_ms=2.0, api_key=(KEY,), usage_fsync_s=0, usage_details=True
+        folder, workers=2, fake_step_ms=4.0, api_key=(KEY,), usage_fsync_s=0, usage_details=True
     ) as made:
         yield made
 
@@ -104,7 +104,7 @@ def leave(server: Metered, name: str, body: dict[str, Any]) -> None:
     """A stream that its client leaves after the first event."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     headers = HEADERS | {"x-request-id": name, "content-type": "application/json"}
-    long = body | {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+    long = body | {"max_tokens": 3700, "ignore_eos": True, "stream": True}
     connection.request("POST", TEXT, json.dumps(long), headers)
     response = connection.getresponse()
     assert response.readline().startswith(b"data: ")
