@@ -47,7 +47,7 @@ REASONS = ("stop", "length", "abort", "error", "refused", "lost")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
-    options = ("--backend", "fake", "--fake-step-ms", "2", "--api-workers", "2", "--restart")
+    options = ("--backend", "fake", "--fake-step-ms", "5", "--api-workers", "2", "--restart")
     with ServeProcess(*options, "--telemetry-s", "0.1", "--engine-timeout-s", "3") as running:
         yield running
 
