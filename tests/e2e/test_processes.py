@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -37,8 +38,12 @@ class Open:
         try:
             return events(self.first + self.response.read())
         finally:
-            self.response.close()
-            self._connection.close()
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self.response.close()
+        self._connection.close()
 
 
 @contextmanager
@@ -49,8 +54,9 @@ def crowd(
     with ThreadPoolExecutor(streams + wholes) as pool:
         opened = list(pool.map(lambda _: Open(server, body), range(streams)))
         waiting = [pool.submit(server.request, "POST", TEXT, body) for _ in range(wholes)]
-        total = streams + wholes
-        server.wait(lambda: server.metric("headrace_requests_running") == total, "all running")
+        total = streams + wholes  # of a new server; some may have ended by now
+        started = partial(server.metric, "headrace_requests_started_total")
+        server.wait(lambda: started() == total, "all have begun")
         yield opened, waiting
 
 
@@ -63,12 +69,14 @@ def test_sigterm_lets_streams_end_and_admits_nothing() -> None:
     body = {**LONG, "max_tokens": 400}
     with Server(fake_step_ms=10.0, shutdown_timeout_s=60.0) as server:
         with crowd(server, 20, 2, body) as (streams, wholes):
+            held = Open(server, LONG)  # it would take half a minute: the process waits for it
             server.apis[0].send_signal(signal.SIGTERM)
             server.wait(lambda: server.get("/ready")[0] == 503, "not ready")
             assert server.get("/health")[0] == 200
             status, headers, raw = server.request("POST", TEXT, body)
             assert (status, code_of(raw)) == (503, "shutting_down")
             assert "retry-after" in headers
+            held.leave()
             for stream in streams:
                 assert stream.rest()[-1] == "[DONE]"
             for whole in wholes:
