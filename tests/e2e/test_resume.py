@@ -21,8 +21,18 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
+    """3500 tokens take 17 s, and their events fit into a buffer: nothing is over or forgotten
+    before a test on a slow machine is."""
+    with Server(workers=2, fake_step_ms=5.0, keepalive_s=0.3, stream_resume_s=60.0) as running:
+        yield running
+        running.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def forgetful() -> Iterator[Server]:
+    """One with small buffers."""
     settings: dict[str, Any] = {"stream_resume_s": 60.0, "stream_resume_bytes": 200_000}
-    with Server(workers=2, fake_step_ms=2.0, keepalive_s=0.3, **settings) as running:
+    with Server(workers=2, fake_step_ms=2.0, **settings) as running:
         yield running
         running.wait_idle()
 
@@ -137,12 +147,12 @@ def test_a_newer_reader_takes_over(server: Server) -> None:
     second.close()
 
 
-def test_a_bounded_buffer(server: Server) -> None:
+def test_a_bounded_buffer(forgetful: Server) -> None:
     """What was sent is forgotten when newer events need the room; what was not waits."""
     asked = body(max_tokens=700, logprobs=True, top_logprobs=20)
-    reader = Reader(server, CHAT, asked)
+    reader = Reader(forgetful, CHAT, asked)
     seen = reader.events(200)
-    late = Reader(server, f"/v1/streams/{reader.name}", last=f"{reader.name}.1")
+    late = Reader(forgetful, f"/v1/streams/{reader.name}", last=f"{reader.name}.1")
     error = json.loads(late.response.read())["error"]
     assert (late.response.status, error["code"]) == (404, "events_forgotten")
     late.close()
@@ -154,20 +164,20 @@ def test_a_bounded_buffer(server: Server) -> None:
     kept = 1  # events that half of the buffer holds, however many tokens each brings
     while sum(map(len, seen[-kept - 1 :])) < 100_000:
         kept += 1
-    again = Reader(server, f"/v1/streams/{reader.name}", last=last_id(seen[:-kept]))
+    again = Reader(forgetful, f"/v1/streams/{reader.name}", last=last_id(seen[:-kept]))
     assert again.events() == seen[-kept:]
     again.close()
 
 
-def test_an_end_when_the_first_events_are_forgotten(server: Server) -> None:
+def test_an_end_when_the_first_events_are_forgotten(forgetful: Server) -> None:
     """Whichever process gets it."""
     for _ in range(4):
-        reader = Reader(server, CHAT, body(max_tokens=3500, logprobs=True, top_logprobs=20))
+        reader = Reader(forgetful, CHAT, body(max_tokens=3500, logprobs=True, top_logprobs=20))
         reader.events(200)
         reader.close()
-        status, _, raw = server.request("DELETE", f"/v1/streams/{reader.name}")
+        status, _, raw = forgetful.request("DELETE", f"/v1/streams/{reader.name}")
         assert (status, json.loads(raw).get("ended")) == (200, True)
-    server.wait_idle()
+    forgetful.wait_idle()
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, COMPLETIONS])
