@@ -455,7 +455,7 @@ def refuse(settings: Settings) -> None:
     """Raise ConfigError for a setting that the naive engine would have to ignore."""
     keys = ["kv_blocks", "kv_memory", "block_size", "scheduling_policy", "load_format", "overlap"]
     keys += ["quantization", "kv_dtype", "allow_pickle", "check_weights", "cuda_graphs"]
-    keys += ["cpu_kernels", "cpu_precision"]
+    keys += ["cpu_kernels", "cpu_precision", "prefix_caching", "kv_events_endpoint"]
     config.refuse(
         settings, "engine = naive", keys if settings.backend == "cpu" else [*keys, "backend"]
     )

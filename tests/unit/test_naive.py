@@ -301,6 +301,8 @@ def test_a_handle_in_use_is_refused_and_its_first_request_goes_on(made: Any) -> 
         {"overlap": "on"},
         {"cpu_kernels": "torch"},
         {"cpu_precision": "exact"},
+        {"prefix_caching": False},
+        {"kv_events_endpoint": "tcp://*:5557"},  # /v1/models would name it, and nobody publish
     ],
 )
 def test_settings_that_it_would_have_to_ignore(settings: dict[str, Any]) -> None:
