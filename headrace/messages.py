@@ -186,7 +186,6 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache, at first admission
     output_tokens: int = 0  # over all choices
-    preemptions: int = 0
     queue_s: float = 0.0  # submit -> first scheduled
     prefill_s: float = 0.0  # first scheduled -> first token
     decode_s: float = 0.0  # first token -> last token
@@ -194,6 +193,11 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     recompute_s: float = 0.0  # of that, for KV that preemptions had lost
     preempted_s: list[float] = []  # time.monotonic() of each preemption
     longest_tokens: int = 0  # output tokens of the choice that has most
+
+    @property
+    def preemptions(self) -> int:
+        """How often it was preempted."""
+        return len(self.preempted_s)
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

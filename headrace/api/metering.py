@@ -237,7 +237,7 @@ class Bill:
         self._error: HeadraceError | None = None
         self._ended_s = 0.0  # 0: it runs
         self._number = 0
-        self.cached_tokens = self.preemptions = 0
+        self.cached_tokens = 0
         self.compute_s = self.recompute_s = 0.0
         self.preempted_s: list[float] = []  # time.monotonic()
         self._parameters: dict[str, Any] | None = None
@@ -258,7 +258,6 @@ class Bill:
         self._pending -= 1
         self._complete &= done.prompt_tokens > 0 or bool(done.error)
         self.cached_tokens += done.cached_tokens
-        self.preemptions += done.preemptions
         self.preempted_s += done.preempted_s
         self._drawn += done.output_tokens
         self.compute_s += done.compute_s
@@ -384,7 +383,7 @@ class Bill:
             total_s=self._ended_s - arrived_s,
             compute_s=self.compute_s,
             recompute_s=self.recompute_s,
-            preemptions=self.preemptions,
+            preemptions=len(self.preempted_s),
             complete=self._complete,
             parameters=self.parameters,
             cost=cost,

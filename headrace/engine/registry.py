@@ -475,7 +475,6 @@ class Registry:
             len(request.submit.prompt),
             request.cached_tokens,
             sum(request.counts),
-            request.preemptions,
             max(0.0, begun - request.submitted_s),
             max(0.0, first - begun),
             max(0.0, request.last_token_s - first) if first >= 0 else 0.0,

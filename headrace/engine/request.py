@@ -144,7 +144,6 @@ class Request:
         "owner",
         "policy",
         "preempted_s",
-        "preemptions",
         "reasons",
         "recompute_fs",
         "resident",
@@ -166,8 +165,7 @@ class Request:
         self.submitted_s = now
         self.scheduled_s = self.first_token_s = self.last_token_s = -1.0  # -1: not yet
         self.cached_tokens = 0
-        self.preemptions = 0
-        self.preempted_s: list[float] = []  # when
+        self.preempted_s: list[float] = []  # when it was, each time
         self.compute_fs = 0  # device time charged so far; see `engine.meter`
         self.recompute_fs = 0  # of that, for what preemptions had lost
         self.ahead = False  # a choice ended while a step in flight may have held a row of it

@@ -415,7 +415,6 @@ class Scheduler:
         sequence.peak = max(sequence.peak, sequence.planned)
         sequence.settled = self.launched
         self._vacate(sequence)
-        sequence.request.preemptions += 1
         sequence.request.preempted_s.append(now)
         self._tally.preemptions += 1
         self.queue.push(sequence, now)

@@ -33,8 +33,8 @@ from tests.unit.test_answer_stream import SERVICE
 
 PRICES = Prices(input=1.0, cached=0.25, output=4.0, device_hour=36.0, currency="EUR")
 ANSWER = Counts(11, 3, ["stop"])
-DONE = Done(1, prompt_tokens=100, cached_tokens=40, output_tokens=11, preemptions=1, queue_s=0.5,
-            prefill_s=0.25, decode_s=1.0, compute_s=2.0, recompute_s=0.5)  # fmt: skip
+DONE = Done(1, prompt_tokens=100, cached_tokens=40, output_tokens=11, preempted_s=[3.0],
+            queue_s=0.5, prefill_s=0.25, decode_s=1.0, compute_s=2.0, recompute_s=0.5)  # fmt: skip
 
 
 class Asker(NamedTuple):
