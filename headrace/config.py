@@ -137,7 +137,7 @@ HELP: Mapping[str, str] = {
     "check_weights": "before weights are loaded, look for values that are NaN or infinite, or "
     "become so in --dtype; reads the checkpoint twice",
     "quantization": "cpu backend, native kernels: int8 or int4 quantises a float checkpoint's "
-    "matrices as they are loaded; a packed GGUF file stays as it is packed",
+    "matrices as they are loaded; refused for a GGUF file that is packed already",
     "cpu_kernels": "cpu backend: native (C++, built once, packed weights) or torch; auto = native "
     "if there is a compiler",
     "cpu_precision": "native kernels: activations float (exact) or int8 (fast) before products "
@@ -151,8 +151,8 @@ HELP: Mapping[str, str] = {
     "itl_target_ms": "longest step while sequences decode, in milliseconds: prompts wait for it, "
     "except a burst of more prompts than sequences decode; 0 = no limit; auto: from the card",
     "block_size": "tokens in a KV block",
-    "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory; on a processor, where "
-    "layers have windows, a block is one of a group of layers",
+    "kv_blocks": "size of the KV cache in blocks; 0 = from --kv-memory; where layers have windows, "
+    "a block is one of a group of layers",
     "kv_memory": "size of the KV cache in bytes, such as 4GiB; empty = a quarter of free memory, "
     "on a GPU from --gpu-memory-utilization",
     "prefill_attention": "cuda backend: attention of prompts by triton; in steps too large for a "
