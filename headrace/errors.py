@@ -2,7 +2,7 @@
 
     HeadraceError
     ├── ClientError                 the caller's fault; do not retry unchanged
-    │   ├── InvalidRequest          400  invalid_request_error   (param names the field)
+    │   ├── InvalidRequest          400  invalid_request   (param names the field)
     │   │   ├── ContextTooLong      400  context_length_exceeded
     │   │   └── ContentBlocked      400  content_filter   (by a moderation hook)
     │   ├── Unauthorized            401  invalid_api_key
@@ -25,6 +25,7 @@
     │   ├── RequestFailed           500  request_failed    (this request alone: NaN logits, ...)
     │   │   └── UnfitAnswer         500  unfit_answer      (a check could not mend it)
     │   ├── WorkerLost              502  worker_lost       (behind the gateway)
+    │   ├── Loop                    508  loop              (a gateway's request came back to it)
     │   ├── EngineDead              503  engine_dead
     │   ├── NotReady                503  not_ready
     │   └── UsageLogFailed          503  usage_log_failed
@@ -34,7 +35,8 @@
         └── DownloadError           offline, interrupted, or a checksum that does not match
 
 `api/errors.py` is the one place that turns a leaf into an HTTP response or, when the stream has
-begun, into an SSE error event. `code` is what travels in `messages.Done.error`.
+begun, into an SSE error event (`gateway/answers.py` that of the gateway). `code` is what travels in
+`messages.Done.error`.
 """
 
 from __future__ import annotations
