@@ -35,8 +35,8 @@
         └── DownloadError           offline, interrupted, or a checksum that does not match
 
 `api/errors.py` is the one place that turns a leaf into an HTTP response or, when the stream has
-begun, into an SSE error event (`gateway/answers.py` that of the gateway). `code` is what travels in
-`messages.Done.error`.
+begun, into an SSE error event (`gateway/answers.py` that of the gateway; `error_bodies.py` has what
+both write). `code` is what travels in `messages.Done.error`.
 """
 
 from __future__ import annotations

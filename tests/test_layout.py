@@ -47,15 +47,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"models", "native", "sampling", "sources", "quant", "kernels", "backends", "observe", "kv"},
     "hooks": {"errors", "extras"},
     "homes": set(),
+    "error_bodies": {"errors"},
     "request_path": {"errors"},
     "gateway": BASE
     | {"kv", "observe", "children", "runtime_folder", "sources", "text", "web_page", "foreign_json"}
-    | {"extras", "homes", "request_path"},
+    | {"extras", "homes", "request_path", "error_bodies"},
     "sim": BASE | {"gateway", "engine", "kv", "bench"},
     "api": BASE
     | {"text", "engine", "sources", "observe", "asked", "draws", "beams", "grammar"}
     | {"homes", "hooks", "pages", "prices", "vectors", "web_page", "foreign_json"}
-    | {"request_path"},
+    | {"request_path", "error_bodies"},
     "bench": BASE
     | {"extras", "sources", "text", "engine", "models", "runner", "quant", "backends"},
     "params": {"errors", "draws", "grammar"},
@@ -91,6 +92,7 @@ NO_TORCH |= {
     "vectors",
     "web_page",
     "homes",
+    "error_bodies",
     "request_path",
     "stages",
     "backends/fake",

@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import ClientDisconnected
 
 from headrace.api.body import decode
-from headrace.api.errors import CLIENT_GONE, as_ours, body_of
+from headrace.api.errors import CLIENT_GONE, as_ours
 from headrace.api.generate import IGNORED
 from headrace.api.resume import NEVER
+from headrace.error_bodies import openai_body
 from headrace.errors import ClientError, HeadraceError, InvalidRequest, RequestFailed
 
 log = logging.getLogger("headrace.api")
@@ -141,7 +142,7 @@ class ChatSocket:
     async def tell(self, frame: dict[str, Any], error: HeadraceError | None = None) -> None:
         """Send one frame; of an error, its body."""
         if error is not None:
-            frame |= body_of(error)
+            frame |= openai_body(error)
         await self._send({"type": "websocket.send", "text": _encode(frame).decode()})
 
 
@@ -203,7 +204,7 @@ class Frames:
             await self._last("aborted")
         else:
             error = self.error or RequestFailed("the answer ended early")
-            await self._last("error", status=error.status, **body_of(error))
+            await self._last("error", status=error.status, **openai_body(error))
 
     async def _tell(self, kind: str, **members: Any) -> None:
         try:

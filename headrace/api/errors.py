@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -11,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from headrace.error_bodies import body_of, openai_body
 from headrace.errors import (
     Busy,
     HeadraceError,
@@ -23,9 +23,6 @@ from headrace.errors import (
 
 log = logging.getLogger("headrace.api")
 
-ANTHROPIC = "/v1/messages"  # paths that answer as Anthropic's do
-LARGE = "request_too_large"
-MAX_MESSAGE = 1000  # characters
 CLIENT_GONE = 499  # for the log and metrics; nobody is there to read it
 
 
@@ -36,41 +33,12 @@ class ClientGone(HeadraceError):
     code = "client_gone"
 
 
-def body_of(error: HeadraceError) -> dict[str, Any]:
-    """OpenAI's error body; gateways and clients look for the top-level `error`.
-
-    A message may quote the client: it is cut, and holds nothing that cannot be encoded.
-    """
-    message = error.message or type(error).__name__
-    if len(message) > MAX_MESSAGE:
-        message = message[:MAX_MESSAGE] + "..."
-    return {
-        "error": {
-            "message": message.encode("utf-8", "replace").decode(),
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
-def anthropic_body(error: HeadraceError, request_id: str | None = None) -> dict[str, Any]:
-    """The error body of /v1/messages."""
-    kinds = {"server_error": "api_error"} | ({error.kind: LARGE} if error.status == 413 else {})
-    message = body_of(error)["error"]["message"]
-    return {
-        "type": "error",
-        "error": {"type": kinds.get(error.kind, error.kind), "message": message},
-        "request_id": request_id,
-    }
-
-
 def encoded(error: HeadraceError, scope: Scope | None = None) -> bytes:
     """The body's bytes, in the shape of the protocol that `scope` speaks."""
-    if scope is None or not scope["path"].startswith(ANTHROPIC):
-        return msgspec.json.encode(body_of(error))
+    if scope is None:
+        return msgspec.json.encode(openai_body(error))
     exchange = scope.get("headrace.exchange")
-    return msgspec.json.encode(anthropic_body(error, exchange and exchange.request_id))
+    return msgspec.json.encode(body_of(error, scope["path"], exchange and exchange.request_id))
 
 
 def event_of(error: HeadraceError) -> bytes:

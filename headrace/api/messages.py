@@ -16,7 +16,6 @@ from headrace.api.admission import admit
 from headrace.api.answer import Answer, Choice
 from headrace.api.as_chat import as_chat, renamed
 from headrace.api.body import read_body
-from headrace.api.errors import anthropic_body
 from headrace.api.events import Events
 from headrace.api.exchange import exchange_of
 from headrace.api.generate import answered, ignored
@@ -25,6 +24,7 @@ from headrace.api.prepare import Prepared, prepare_chat
 from headrace.api.schemas import parse
 from headrace.api.service import Service, encode_json, service_of
 from headrace.api.turns import chat_ids
+from headrace.error_bodies import anthropic_body
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.text.parts import Arguments, Call, Part, Reasoning, Text
 

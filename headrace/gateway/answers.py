@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 
+from headrace.error_bodies import ANTHROPIC, anthropic_body, openai_body
 from headrace.errors import Busy, HeadraceError
 from headrace.gateway.upstream import Headers
 
-MESSAGES = "/v1/messages"  # answers in Anthropic's shape
 RESPONSES = "/v1/responses"
 LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
-KINDS = {"server_error": "api_error"}
 STATUS_OF = {
     "invalid_request_error": 400,
     "authentication_error": 401,
@@ -25,21 +23,6 @@ STATUS_OF = {
 }
 
 
-def body_of(error: HeadraceError, path: str = "") -> dict[str, Any]:
-    """The error as the clients of `path` read it."""
-    if path.startswith(MESSAGES):
-        kind = KINDS.get(error.kind, error.kind)
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
 def headers_of(error: HeadraceError) -> Headers:
     """Retry-After, where trying again may help."""
     if isinstance(error, Busy) and error.retry_after_s:
@@ -49,12 +32,12 @@ def headers_of(error: HeadraceError) -> Headers:
 
 def event_of(error: HeadraceError, path: str) -> bytes:
     """The error as the last event of a stream that has begun. No end is invented behind it."""
-    if path.startswith(MESSAGES):
-        return b"event: error\ndata: " + msgspec.json.encode(body_of(error, path)) + b"\n\n"
+    if path.startswith(ANTHROPIC):
+        return b"event: error\ndata: " + msgspec.json.encode(anthropic_body(error)) + b"\n\n"
     if path.startswith(RESPONSES):
-        said = {**body_of(error)["error"], "type": "error"}
+        said = {**openai_body(error)["error"], "type": "error"}
         return b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
-    return b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+    return b"data: " + msgspec.json.encode(openai_body(error)) + b"\n\n"
 
 
 def status_of(error: dict[str, object]) -> int:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import msgspec
 
 from headrace import __version__
+from headrace.error_bodies import body_of
 from headrace.errors import (
     HeadraceError,
     Loop,
@@ -24,7 +25,6 @@ from headrace.errors import (
 )
 from headrace.foreign_json import Malformed, read_json, refusal
 from headrace.gateway import page
-from headrace.gateway.answers import body_of
 from headrace.gateway.board import Board
 from headrace.gateway.checks import Checks
 from headrace.gateway.connection import JSON, Client, Request, Serving

@@ -7,13 +7,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, cast
 
 import httptools
 import msgspec
 
+from headrace.error_bodies import body_of
 from headrace.errors import ClientError, HeadraceError, InvalidRequest, TooLarge, TooSlow
-from headrace.gateway.answers import body_of, head, headers_of
+from headrace.gateway.answers import head, headers_of
 from headrace.gateway.upstream import Headers, no_delay
 from headrace.request_path import parts_of, target_of
 
@@ -222,9 +224,15 @@ class Client(asyncio.Protocol):
         self._transport.write(whole if self._bare else whole + body)
         self._over()
 
-    def refuse(self, error: HeadraceError, path: str, more: bytes = b"") -> None:
+    def refuse(
+        self,
+        error: HeadraceError,
+        path: str,
+        more: bytes = b"",
+        request_id: str | None = None,
+    ) -> None:
         """A whole answer that says what is wrong. more: see `answer`."""
-        body = msgspec.json.encode(body_of(error, path))
+        body = msgspec.json.encode(body_of(error, path, request_id))
         self.answer(error.status, [JSON, *headers_of(error)], body, more)
 
     def begin(self, status: int, headers: Headers, data: bytes, more: bytes = b"") -> None:
@@ -275,7 +283,11 @@ class Client(asyncio.Protocol):
         if self._answering or self._waiting:
             return
         self._chunked = self._bare = False
-        self.refuse(error, "")
+        path = ""
+        if isinstance(error, TooLarge):  # its head was read
+            with suppress(InvalidRequest):
+                path, _ = parts_of(self._target)
+        self.refuse(error, path)
 
     # ------------------------------------------------------------ time
 

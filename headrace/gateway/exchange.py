@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.error_bodies import ANTHROPIC
 from headrace.errors import HeadraceError, QueueFull, RateLimited, TimedOut, WorkerLost
 from headrace.foreign_json import Malformed, read_json
-from headrace.gateway.answers import MESSAGES, event_of, status_of
+from headrace.gateway.answers import event_of, status_of
 from headrace.gateway.connection import Client, Request
 from headrace.gateway.fleet import NoRoom, Placement
 from headrace.gateway.headers import LIMITS, request_head, request_id, sent_back
@@ -283,7 +284,7 @@ class Exchange:
         if self._may_retry(status):
             self._retry(count=False)
             return
-        kind = {"type": "error"} if self._request.path.startswith(MESSAGES) else {}
+        kind = {"type": "error"} if self._request.path.startswith(ANTHROPIC) else {}
         body = msgspec.json.encode({**kind, "error": error})
         self._answer(status, [(b"content-type", b"application/json")], body)
 
@@ -421,7 +422,7 @@ class Exchange:
 
     def _refuse(self, error: HeadraceError) -> None:
         self._finish(error.status)
-        self._client.refuse(error, self._request.path, self._own_headers())
+        self._client.refuse(error, self._request.path, self._own_headers(), self.id)
 
     def client_gone(self) -> None:
         """Nobody listens: the worker stops at once."""

@@ -115,6 +115,20 @@ async def test_what_the_gateway_refuses(
         assert not worker.asked
 
 
+async def test_errors_have_the_bodies_that_a_server_gives_them() -> None:
+    """Anthropic's with the request's id and the kind of too large a body; messages are cut."""
+    async with Mock() as worker, gateway(worker, max_body_bytes=1000) as made:
+        named = {"x-request-id": "mine"}
+        lost = await call(made.port, b'{"model":"other"}', "/v1/messages", named)
+        said = lost.json()
+        assert (said["type"], said["request_id"]) == ("error", "mine")
+        assert said["error"]["type"] == "not_found_error"
+        large = (await call(made.port, b"x" * 2000, "/v1/messages")).json()
+        assert large["error"]["type"] == "request_too_large"
+        long = (await call(made.port, b"", "/v1/" + "a" * 5000)).json()
+        assert len(long["error"]["message"]) < 1010
+
+
 async def test_no_http_and_too_large_a_head() -> None:
     async with Mock() as worker, gateway(worker) as made:
         async with Call(made.port) as one:
