@@ -40,6 +40,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     known = CONFIG_MAPPING[kind].from_dict(dict(config))
     layer_types = list(getattr(known, "layer_types", None) or [])
     other = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    window = int(getattr(known, "sliding_window", None) or 0)
+    sliding = [kind == "sliding_attention" for kind in layer_types]
     rotary = sorted(set(_values(config, ("rope_type", "type"))) & _BY_LENGTH)
     refuse(
         name,
@@ -48,6 +50,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
             "an encoder": bool(getattr(known, "is_encoder_decoder", False)),
             f"layers of type {', '.join(other)}": bool(other),
             f"rotary frequencies of type {', '.join(rotary)}": bool(rotary),
+            "sliding layers and no sliding_window": any(sliding) and not window,
             "attention in chunks": bool(getattr(known, "attention_chunk_size", None)),
         },
     )
@@ -55,8 +58,6 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     if lacks := [key for key, value in need.items() if type(value) is not int]:
         raise ModelError(f"{name}: its config has no {', '.join(lacks)}")
     heads, hidden, rows = (need[key] for key in _NEEDED[:3])
-    window = int(getattr(known, "sliding_window", None) or 0)
-    sliding = [kind == "sliding_attention" for kind in layer_types]
     return ModelSpec(
         architecture=name,
         layers=need["num_hidden_layers"],

@@ -142,6 +142,8 @@ def attend(
         told.append("a window that is not the layer's")
     if key.shape[1:] != value.shape[1:] or key.shape[1::2] != (spec.kv_heads, spec.head_dim):
         told.append(f"keys {list(key.shape)} and values {list(value.shape)}")
+    if layer in step.layers:
+        told.append("two calls a layer, whose keys would lie in one place")
     if told:
         raise ModelError(f"{spec.architecture}: its attention has {', '.join(told)}")
     given = GivenAttention(

@@ -72,9 +72,21 @@ def test_layers_that_go_another_way_are_refused(tmp_path: Path) -> None:
         start(files)
 
 
+def test_attention_that_is_asked_for_twice_in_a_layer_is_refused(tmp_path: Path) -> None:
+    """Its keys would lie in one place of the cache: right in one step, wrong in the next."""
+    files = saved("DiffLlama", tmp_path, num_key_value_heads=4)
+    with pytest.raises(ModelError, match="two calls a layer"):
+        start(files)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": None,
+             "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding layers and no sliding_window",
+        ),
         (
             {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0,
              "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4,
@@ -105,7 +117,7 @@ def test_layers_that_go_another_way_are_refused(tmp_path: Path) -> None:
             "'Olmo2ForSequenceClassification' is not supported",
         ),
     ],
-    ids=["longrope", "layers", "quantised", "kind", "recurrent", "classifier"],
+    ids=["windows", "longrope", "layers", "quantised", "kind", "recurrent", "classifier"],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {k: v for k, v in SHAPE.items() if v is not None}
