@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ModelError
+from headrace.errors import HeadraceError, ModelError
 from headrace.models.need import refuse
 from headrace.models.slots import Slot
 from headrace.models.spec import LayerSpec, ModelSpec, Rope
@@ -37,7 +38,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ModelError(f"{name}: transformers knows no model_type {kind!r}")
-    known = CONFIG_MAPPING[kind].from_dict(dict(config))
+    with theirs(name):
+        known = CONFIG_MAPPING[kind].from_dict(dict(config))
     layer_types = list(getattr(known, "layer_types", None) or [])
     other = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     window = int(getattr(known, "sliding_window", None) or 0)
@@ -77,6 +79,18 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         kinds=tuple(LayerSpec(window=window if one else 0) for one in sliding),
         foreign=json.dumps(dict(config)),
     )
+
+
+@contextmanager
+def theirs(name: str) -> Iterator[None]:
+    """Around code of transformers: what it raises becomes a ModelError that says so."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ModelError(f"{name}: transformers says {type(error).__name__}: {said}") from error
 
 
 def _values(config: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[str]:

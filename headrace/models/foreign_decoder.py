@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalL
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from headrace.errors import ModelError
+from headrace.models.foreign import theirs
 from headrace.models.layers import Decoder, GivenAttention
 from headrace.models.ops import Ops
 from headrace.models.spec import ModelSpec
@@ -40,10 +41,10 @@ class ForeignDecoder(Decoder):
         nn.Module.__init__(self)  # none of a decoder's own parts
         self.spec, self.dtype, self.rotaries = spec, dtype, nn.ModuleDict()
         written = json.loads(spec.foreign)
-        config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
-        with no_init_weights():
+        with theirs(spec.architecture), no_init_weights():
+            config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
             inner = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
-        inner.tie_weights()  # left out where weights are not drawn
+            inner.tie_weights()  # left out where weights are not drawn
         inner.eval().requires_grad_(False)
         self._prefix = inner.base_model_prefix
         self.base: nn.Module = getattr(inner, self._prefix)
@@ -72,7 +73,8 @@ class ForeignDecoder(Decoder):
         # A step that ran past the last token of a sequence is dropped; it must only not fail.
         positions = positions.clamp(max=self.spec.max_positions - 1)
         self._step.begin(ops)
-        out = self.base(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        with theirs(self.spec.architecture):
+            out = self.base(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         self._step.end()
         x: Tensor = out.last_hidden_state[0]
         return ops.narrow(x, x)[0]
@@ -81,7 +83,8 @@ class ForeignDecoder(Decoder):
         """x [n, hidden] of `forward` -> [n, vocab_size], scaled and capped as the model has it."""
         self._given.hidden = x[None]
         ids = torch.zeros(1, x.shape[0], dtype=torch.int64)
-        logits: Tensor = self.inner(input_ids=ids, use_cache=False).logits[0]
+        with theirs(self.spec.architecture):
+            logits: Tensor = self.inner(input_ids=ids, use_cache=False).logits[0]
         self._given.hidden = None
         return logits[:, : self.spec.vocab_size].float()
 

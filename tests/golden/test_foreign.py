@@ -72,6 +72,15 @@ def test_layers_that_go_another_way_are_refused(tmp_path: Path) -> None:
         start(files)
 
 
+def test_what_transformers_raises_is_said_to_be_its_own(tmp_path: Path) -> None:
+    """Here: of a kind of attention that a table of its own lacks."""
+    files = saved("GPTNeo", tmp_path, attention_types=[[["global", "local"], 1]])
+    with pytest.raises(
+        ModelError, match="GPTNeoForCausalLM: transformers says KeyError: 'headrace'"
+    ):
+        start(files)
+
+
 def test_attention_that_is_asked_for_twice_in_a_layer_is_refused(tmp_path: Path) -> None:
     """Its keys would lie in one place of the cache: right in one step, wrong in the next."""
     files = saved("DiffLlama", tmp_path, num_key_value_heads=4)
@@ -82,6 +91,10 @@ def test_attention_that_is_asked_for_twice_in_a_layer_is_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (
+            {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": "no"},
+            "Olmo2ForCausalLM: transformers says .*'attention_bias' expected bool, got str",
+        ),
         (
             {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": None,
              "layer_types": ["full_attention", "sliding_attention"]},
@@ -117,7 +130,7 @@ def test_attention_that_is_asked_for_twice_in_a_layer_is_refused(tmp_path: Path)
             "'Olmo2ForSequenceClassification' is not supported",
         ),
     ],
-    ids=["windows", "longrope", "layers", "quantised", "kind", "recurrent", "classifier"],
+    ids=["type", "windows", "longrope", "layers", "quantised", "kind", "recurrent", "classifier"],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {k: v for k, v in SHAPE.items() if v is not None}
