@@ -94,8 +94,15 @@ class _Given(nn.Module):
 
     hidden: Tensor | None = None
 
+    @property
+    def decoder(self) -> _Given:
+        """Some heads (OPT's) go past the base model."""
+        return self
+
     def forward(self, *args: Any, **more: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+        out = BaseModelOutputWithPast(last_hidden_state=self.hidden)
+        out.cross_attentions = out.router_logits = None  # some heads hand them on
+        return out
 
 
 class _Step:

@@ -20,6 +20,9 @@ from headrace.models import registry
 from headrace.models.spec import from_hf
 from headrace.runner.build import load_runner
 from headrace.sources.files import ModelFiles
+from tests.devices import load
+from tests.golden.reference import agree, greedy
+from tests.golden.stepping import Job, generate
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -70,6 +73,18 @@ def test_layers_that_go_another_way_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     with pytest.raises(ModelError, match="0 of 2 layers use transformers' attention interface"):
         start(files)
+
+
+@pytest.mark.parametrize("kind", ["OPT", "BioGpt"])
+def test_heads_that_ask_for_more_than_states(kind: str, tmp_path: Path) -> None:
+    """OPT's goes past the base model, BioGPT's hands on what no decoder here has."""
+    changes = {"word_embed_proj_dim": 32, "ffn_dim": 48} if kind == "OPT" else {}
+    files = saved(kind, tmp_path, initializer_range=0.3, **changes)
+    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(tmp_path).eval()
+    runner = load("cpu", files, dtype="float32", kv_blocks=16, block_size=8, threads=1)
+    (tokens,) = generate(runner, [Job(list(range(20)), 24, chunk=7)])
+    runner.close()
+    assert agree(tokens, greedy(model, list(range(20)), 24)) > 12
 
 
 def test_what_transformers_raises_is_said_to_be_its_own(tmp_path: Path) -> None:
