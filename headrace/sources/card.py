@@ -155,26 +155,40 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         if not required:
             return {}
         raise ModelError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not hold a JSON object")
     return value
 
 
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] | None = None  # a list: [text, score] each
+
+
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is looked at of a tokenizer.json."""
+
+    model: _Vocabulary = msgspec.field(default_factory=_Vocabulary)
+    added_tokens: list[_Added] | None = None
+
+
 def known_ids(path: Path) -> int:
     """One more than the highest id in a tokenizer.json, 0 if there is none. Such files are large,
     and msgspec reads them twice as fast. Raises ModelError if it cannot be read."""
     try:
-        data = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
     except FileNotFoundError:
         return 0
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
-    vocab = data.get("model", {}).get("vocab") or {}
+    vocab = file.model.vocab or {}
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
-    added = [int(token["id"]) for token in data.get("added_tokens") or ()]
-    return int(max(highest, *added, -1)) + 1
+    return max(highest, *(token.id for token in file.added_tokens or ()), -1) + 1
 
 
 def _added_ids(folder: Path, tokenizer: dict[str, Any], texts: dict[str, str]) -> dict[str, int]:

@@ -135,7 +135,24 @@ def test_ids_are_what_the_tokenizer_knows(tmp_path: Path) -> None:
     assert read_spec(files).vocab_size == 3
 
 
-@pytest.mark.parametrize("text", ["{", "[]", None])
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "truncated"),
+        ("[]", "got `array`"),
+        ('{"model": [1]}', r"\$.model"),
+        ('{"model": {"vocab": {"a": "x"}}}', r"Expected `int`, got `str` - at `\$.model.vocab"),
+        ('{"model": {"vocab": {}}, "added_tokens": [1]}', r"\$.added_tokens"),
+    ],
+)
+def test_a_broken_tokenizer(tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"tokenizer\.json: .*{named}"):
+        read_spec(ModelFiles("m", "hf", tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", None, "[" * 100_000])
 def test_a_broken_config(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
