@@ -67,17 +67,20 @@ class ModelModule(Protocol):
         """The model with unset parameters."""
 
 
-_GLM = Family("headrace.models.glm")
-_GEMMA = Family("headrace.models.gemma")
+# Checkpoints saved from a model without its head, as those of many embedding models are.
+_BARE = tuple((f"{part}.", f"model.{part}.") for part in ("embed_tokens", "layers", "norm"))
+
+_GLM = Family("headrace.models.glm", renamed=_BARE)
+_GEMMA = Family("headrace.models.gemma", renamed=_BARE)
 _GPT2 = Family(
     "headrace.models.gpt2",
     renamed=(("transformer.", ""),),
     unused=("h.*.attn.bias", "h.*.attn.masked_bias"),  # causal masks of older exporters
 )
-_LLAMA = Family("headrace.models.llama")
+_LLAMA = Family("headrace.models.llama", renamed=_BARE)
 _MPT = Family("headrace.models.mpt", renamed=(("transformer.", ""),))
-_QWEN2 = Family("headrace.models.qwen2")
-_QWEN3 = Family("headrace.models.qwen3")
+_QWEN2 = Family("headrace.models.qwen2", renamed=_BARE)
+_QWEN3 = Family("headrace.models.qwen3", renamed=_BARE)
 _TEXT_OF_GEMMA3 = Family(
     "headrace.models.gemma",
     renamed=(
@@ -114,11 +117,11 @@ _FAMILIES = {
     "GptOssForCausalLM": Family("headrace.models.gpt_oss"),
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
-    "MixtralForCausalLM": Family("headrace.models.mixtral"),
+    "MixtralForCausalLM": Family("headrace.models.mixtral", renamed=_BARE),
     "MptForCausalLM": _MPT,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3MoeForCausalLM": Family("headrace.models.qwen3_moe"),
+    "Qwen3MoeForCausalLM": Family("headrace.models.qwen3_moe", renamed=_BARE),
     # GGUF
     "gemma": _GEMMA,
     "gemma2": _GEMMA,

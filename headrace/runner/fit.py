@@ -41,9 +41,18 @@ def checked(
         if family.reads(name) and not name.endswith(_IGNORED_SUFFIXES) and name not in ignored
     }
     missing = wanted.keys() - stored.keys()
+    twice = {
+        name
+        for name in ([] if gguf else checkpoint.tensors)
+        if stored[family.name_of(name)] != name and family.name_of(name) in wanted
+    }
     problems = [
         f"{len(names)} {what}: {fold(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected))
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("there under another name too", twice),
+        )
         if names
     ]
     misfits: dict[str, list[str]] = defaultdict(list)

@@ -194,6 +194,22 @@ def test_progress_is_counted(tmp_path: Path) -> None:
     assert told[-1] == (size, size)
 
 
+def test_names_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    """As of a model saved without its head; a tensor under both names is one too many."""
+    files, tensors = hf_folder(tmp_path, tie_word_embeddings=True)
+    save_file(tensors, tmp_path / "model.safetensors")
+    wanted = dict(load(files).named_parameters())
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert bare.keys().isdisjoint(tensors)
+    save_file(bare, tmp_path / "model.safetensors")
+    for name, parameter in load(files).named_parameters():
+        assert torch.equal(parameter, wanted[name])
+    both = bare | {"model.norm.weight": bare["norm.weight"].clone()}
+    save_file(both, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 there under another name too: (model\.)?norm\.weight"):
+        load(files)
+
+
 def test_tied_models_ignore_a_stored_output_layer(tmp_path: Path) -> None:
     files, tensors = hf_folder(tmp_path, tie_word_embeddings=True)
     extras = {
