@@ -75,7 +75,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("a list of layers", lambda value: isinstance(value, list)
      and all(_whole(one, 0) for one in value), ("mlp_only_layers",)),
     ("a mapping", lambda value: isinstance(value, Mapping), (
-        *_INNER, "quantization_config", "id2label",
+        *_INNER, "quantization_config", "id2label", "full_attention", "sliding_attention",
     )),
 )  # fmt: skip
 _BY_KEY = {key: (words, fits) for words, fits, keys in _KINDS for key in keys}
