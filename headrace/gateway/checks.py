@@ -2,7 +2,8 @@
 its KV cache is too, where the policy goes by it.
 
 Busy is not dead: a failed check keeps new requests away, no more. Only a worker that answers no
-check AND sends no byte of any answer for `hung_after_s` has its requests ended.
+check AND sends no byte of any answer for `hung_after_s` has its requests ended. A check whose time
+passed while the gateway's own process stood still says nothing of the worker.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from headrace.gateway.upstream import fetch
 from headrace.gateway.worker import Worker
 
 MODELS_EVERY = 10  # checks
+LATE_S = 0.5  # a limit that passes unseen for longer shows that this process stood still
+
+
+class HeldUp(TimeoutError):
+    """What the worker sent in time may not have been read."""
 
 
 class Checks:
@@ -56,6 +62,8 @@ class Checks:
             try:
                 why = await self._check(worker, models, timeout_s)
                 hung = False
+            except HeldUp:
+                continue
             except OSError as error:  # TimeoutError is one
                 timed_out = isinstance(error, TimeoutError)
                 said = str(error) or type(error).__name__
@@ -77,19 +85,27 @@ class Checks:
             if not hung:  # one that gave no answer is asked again at once
                 await asyncio.sleep(max(0.0, self._settings.check_interval_s - passed_s))
 
+    async def _fetch(self, worker: Worker, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body. Raises OSError, TimeoutError or HeldUp."""
+        limit_s = time.monotonic() + timeout_s
+        try:
+            return await fetch(worker.pool, request(worker, path, self._mark), timeout_s)
+        except TimeoutError:
+            if time.monotonic() - limit_s > LATE_S:
+                raise HeldUp from None
+            raise
+
     async def _check(self, worker: Worker, models: bool, timeout_s: float) -> str:
-        """What is wrong with it; "" = nothing. Raises OSError or TimeoutError."""
+        """What is wrong with it; "" = nothing. Raises as `_fetch`."""
         path = worker.spec.health_path
-        status, _ = await fetch(worker.pool, request(worker, path, self._mark), timeout_s)
+        status, _ = await self._fetch(worker, path, timeout_s)
         if status == Loop.status:
             return "it is this gateway, or leads back to it"
         if status != 200:
             return f"{path} says {status}"
         if not models:
             return ""
-        status, body = await fetch(
-            worker.pool, request(worker, "/v1/models", self._mark), timeout_s
-        )
+        status, body = await self._fetch(worker, "/v1/models", timeout_s)
         if status != 200:
             return "" if worker.spec.models else f"/v1/models says {status}"
         worker.cards = _cards(body)

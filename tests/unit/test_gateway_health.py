@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -235,6 +236,31 @@ async def test_requests_that_wait_at_a_hung_worker_go_elsewhere() -> None:
         await until(lambda: bool(worker.asked), "it waits there")
         worker.frozen = True
         assert (await one.whole()).status == 200
+
+
+async def test_a_gateway_that_was_held_up_takes_no_worker_for_hung() -> None:
+    """Its process stood still for longer than `hung_after_s`, and so did all of its machine."""
+    frozen = asyncio.Event()
+
+    async def slow(asked: Asked, out: Out) -> None:
+        await out.head()
+        await frozen.wait()
+        for i in range(4):
+            await out.event(chunk_of(str(i)))
+            await asyncio.sleep(0.3)
+        await out.event("[DONE]")
+        await out.end()
+
+    async with Mock(slow) as worker, gateway(worker, **FAST) as made, Call(made.port) as one:
+        await one.send(chat(stream=True))
+        await until(lambda: bool(worker.asked), "it is there")
+        worker.frozen = True
+        await until(lambda: not made.fleet.workers[worker.url].up, "checks get no answer")
+        frozen.set()
+        for i in range(3):
+            await one.see(b'"%d"' % i)
+            time.sleep(1.5)  # noqa: ASYNC251  the gateway's thread, and the worker's
+        assert (await one.whole()).body.endswith(b"data: [DONE]\n\n")
 
 
 async def test_busy_is_not_dead() -> None:
