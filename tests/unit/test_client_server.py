@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -21,7 +21,7 @@ from headrace.engine import client as client_module
 from headrace.engine import server as server_module
 from headrace.engine.client import EngineClient, Job
 from headrace.engine.loop import Engine
-from headrace.engine.server import Stopper, run
+from headrace.engine.server import Post, Stopper, run
 from headrace.engine.sockets import INBOX, PULSE
 from headrace.engine.token_stream import Delta, TokenStream
 from headrace.errors import EngineDead, NotReady, RequestFailed
@@ -212,22 +212,30 @@ async def test_a_turn_waits_for_arrivals_while_the_device_is_busy(folder: Path) 
     assert steps_before == [0, 1, 1], "one turn before them, and they are in the next"
 
 
-async def test_an_engine_without_work_does_what_it_put_off(folder: Path) -> None:
+async def test_an_engine_without_work_does_what_it_put_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One piece after another; a request that comes meanwhile waits for one of them."""
     engine = ScriptedEngine()
-    began, go_on = threading.Event(), threading.Event()
+    began = threading.Event()
+    posts: list[Post] = []
+
+    class Noted(Post):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            posts.append(self)
+
+    monkeypatch.setattr(server_module, "Post", Noted)
+    monkeypatch.setattr(client_module, "BEAT_S", PATIENCE_S)  # what comes is a request
 
     def piece() -> None:
-        began.set()
-        assert go_on.wait(PATIENCE_S)
+        """Lasts until something has come, if it is the first."""
+        if not began.is_set():
+            began.set()
+            assert posts[0].socket.poll(int(PATIENCE_S * 1e3))
 
     with Running(folder, engine):
         async with connected(folder) as client:
-            engine.on_idle, engine.put_off = piece, 3
-            await until(began.is_set)
-            stream = client.submit([Job([1], 2)])  # arrives while the first piece is done
-            await asyncio.sleep(0.2)
-            assert (engine.put_off, engine.messages) == (2, [])
             left: list[int] = []
             submit = engine.submit
 
@@ -236,8 +244,10 @@ async def test_an_engine_without_work_does_what_it_put_off(folder: Path) -> None
                 submit(owner, msg)
 
             engine.submit = noted  # type: ignore[method-assign]
-            go_on.set()
-            assert await collect(stream) == {0: [97, 98]}
+            engine.on_idle, engine.put_off = piece, 3
+            await until(began.is_set)
+            # Arrives while the first piece is done.
+            assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
             assert left == [2], "no other piece comes before it"
             await until(lambda: engine.put_off == 0)
             assert await collect(client.submit([Job([1], 2)])) == {0: [97, 98]}
@@ -319,8 +329,7 @@ async def test_a_silent_process_is_dropped_and_told_so(folder: Path) -> None:
             await stream.take()
             assert client._tick_task is not None
             client._tick_task.cancel()  # as if the process had been stopped
-            await until(lambda: bool(engine.drops))
-            assert not engine.live
+            await until(lambda: bool(engine.drops) and not engine.live)
             client._tick_task = asyncio.create_task(client._tick())
             with pytest.raises(RequestFailed, match="silent"):
                 await collect(stream)
