@@ -145,6 +145,7 @@ class Mock:
         self._host, self.port, self._tls = host, port, tls
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dead = False
 
     async def __aenter__(self) -> Mock:
         await self.listen()
@@ -159,11 +160,18 @@ class Mock:
 
     async def listen(self) -> None:
         """On the port of before, if there was one."""
-        self._server = await asyncio.start_server(self._serve, self._host, self.port, ssl=self._tls)
+        self._dead = False
+        self._server = await asyncio.start_server(self._came, self._host, self.port, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:
         """As kill -9: nobody listens, every connection is cut."""
+        self._dead = True
+        loop = asyncio.get_running_loop()
+        for listening in self._server.sockets:
+            loop.remove_reader(listening.fileno())
+        for _ in range(4):  # whom the loop has accepted comes to `_came`; a closed server loses it
+            await asyncio.sleep(0)
         self._server.close()
         for writer in list(self._open):
             writer.transport.abort()
@@ -172,11 +180,17 @@ class Mock:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "streams run a task a connection"
-        self._tasks.add(task)
+    def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection, known from its first moment: a task that has not begun closes nothing."""
+        if self._dead:  # it was accepted before
+            writer.transport.abort()
+            return
         self._open.add(writer)
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while await self._one(reader, writer):
                 pass
@@ -185,7 +199,6 @@ class Mock:
         finally:
             writer.close()
             self._open.discard(writer)
-            self._tasks.discard(task)
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
