@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -55,10 +56,15 @@ class Store:
             stdout=subprocess.DEVNULL,
         )
         deadline_s = time.monotonic() + 20
-        while not self.path.exists():
+        while not self._listens():
             assert self.process.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.005)
+
+    def _listens(self) -> bool:
+        """A socket has its path before it takes connections."""
+        with socket.socket(socket.AF_UNIX) as asked:
+            return asked.connect_ex(str(self.path)) == 0
 
     def kill(self) -> None:
         """It forgets everything."""
