@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,26 @@ from headrace.config import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0  # how long a test waits for what should come at once
+
+
+@contextmanager
+def kept_ports(count: int = 1) -> Iterator[int]:
+    """The first of so many that follow each other, for servers that are started inside, and again:
+    bound here and never listened at, so that nobody else gets them."""
+    for _ in range(100):
+        with ExitStack() as stack:
+            made = [stack.enter_context(socket.socket()) for _ in range(count)]
+            first = 0
+            try:
+                for at, one in enumerate(made):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    one.bind(("127.0.0.1", first and first + at))
+                    first = first or one.getsockname()[1]
+            except (OSError, OverflowError):
+                continue  # somebody has the next one
+            yield first
+            return
+    raise AssertionError(f"no {count} free ports that follow each other")
 
 
 class Server:

@@ -21,7 +21,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.serving import PATIENCE_S, Server, events
+from tests.e2e.serving import PATIENCE_S, Server, events, kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {
@@ -301,10 +301,8 @@ class Load:
 
 def test_a_gateway_that_is_restarted_under_load_loses_no_request(shared_server: Server) -> None:
     """One ends what it has; the next listens on its port. In between, connects are refused."""
-    with socket.socket() as kept:  # bound and never listening: nobody else gets the port
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))
-        serve_twice(shared_server, kept.getsockname()[1])
+    with kept_ports() as port:
+        serve_twice(shared_server, port)
 
 
 def serve_twice(shared_server: Server, port: int) -> None:

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.serve_process import ServeProcess
-from tests.e2e.serving import PATIENCE_S
+from tests.e2e.serving import PATIENCE_S, kept_ports
 from tests.e2e.test_gateway import GatewayProcess
 from tests.unit.kv_subscriber import PlainSubscriber
 from tests.unit.test_inspect import GEMMA3
@@ -24,7 +24,7 @@ MODEL = "smollm2-135m-instruct"
 SYSTEM = "You answer questions about mills. " * 5
 
 
-def replica(folder: Path, port: int = 0) -> ServeProcess:
+def replica(folder: Path, port: int) -> ServeProcess:
     """A server with few blocks: old prefixes are evicted."""
     return ServeProcess(
         *("--backend", "cpu", "--threads", "1", "--max-model-len", "256", "--kv-blocks", "18"),
@@ -101,7 +101,7 @@ def test_engine_confirmed_hits_are_those_that_were_predicted(
 ) -> None:
     """One worker has served others before, one has little memory and is restarted."""
     before = _taken(default_server)
-    with replica(folder) as small:
+    with kept_ports() as port, replica(folder, port) as small:
         workers = ("--worker", default_server.url, "--worker", small.url)
         options = ("--policy", "round_robin", "--tokenizer", f"{MODEL}=")
         with GatewayProcess(*workers, *options) as gateway:
@@ -123,7 +123,7 @@ def test_engine_confirmed_hits_are_those_that_were_predicted(
             assert gateway.workers()[small.url]["kv_events"]["blocks"] > 0
             assert small.stop() == 0
             gateway.wait_up(1)
-            with replica(folder, port=int(small.url.rsplit(":", 1)[1])) as again:
+            with replica(folder, port) as again:
                 gateway.wait_up(2)
                 fleet.settled()
                 row = gateway.workers()[again.url]["kv_events"]

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.serving import PATIENCE_S
+from tests.e2e.serving import PATIENCE_S, kept_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 UP = [sys.executable, "-W", "error", "-m", "headrace.cli.main", "up"]
-
-
-def ports(count: int) -> int:
-    """The first of so many that nobody listens at, below those that the system gives away."""
-    for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
-        with ExitStack() as stack, suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise AssertionError("no free ports")
 
 
 def asked(url: str, path: str) -> Any:
@@ -59,12 +47,19 @@ def predicted(url: str, client: openai.OpenAI) -> dict[str, Any]:
     return compared
 
 
-def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The first of two."""
+    with kept_ports(2) as first:
+        yield first
+
+
+def test_two_replicas_behind_one_address(tmp_path: Path, port: int) -> None:
     """The key of `--api-key` is the gateway's; both replicas answer, each publishes its events at a
     port of its own, where the gateway hears them; SIGTERM ends all of it."""
     log = tmp_path / "usage.jsonl"
     args = ["--replicas", "2", "--backend", "fake", "--port", "0", "--usage-log", str(log)]
-    args += ["--kv-events-endpoint", f"tcp://*:{ports(2)}"]
+    args += ["--kv-events-endpoint", f"tcp://*:{port}"]
     process = subprocess.Popen(
         [*UP, *args, "--api-key", "secret"], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
