@@ -127,6 +127,11 @@ def test_what_families_refuse(config: dict[str, Any], changes: dict[str, Any], n
         (QWEN2, {"max_window_layers": None}, "max_window_layers = None, a whole number"),
         (GPT2, {"scale_attn_weights": None}, "scale_attn_weights = None"),
         (MPT, {"expansion_ratio": None}, "expansion_ratio = None, a count"),
+        (
+            GEMMA3N,
+            {"rope_parameters": {"full_attention": "x"}},
+            "s.full_attention = 'x', a mapping",
+        ),
         (MPT, {"attn_config": {"softmax_scale": -1}}, "attn_config.softmax_scale = -1"),
         (DEEPSEEK3, {"first_k_dense_replace": [1]}, r"first_k_dense_replace = \[1\]"),
         (
