@@ -92,7 +92,15 @@ _TEXT_OF_GEMMA3 = Family(
     ),
     unused=("vision_tower.*", "multi_modal_projector.*"),
 )
-_FOREIGN = Family("headrace.models.foreign", renamed=(("embed_out.", "lm_head."),))
+_FOREIGN = Family(
+    "headrace.models.foreign",
+    renamed=(("embed_out.", "lm_head."),),
+    unused=tuple(  # causal masks of older exporters
+        f"*.{module}.{buffer}"
+        for module in ("attention", "attn")
+        for buffer in ("bias", "masked_bias", "causal_mask")
+    ),
+)
 _DEEPSEEK = Family("headrace.models.deepseek")
 _GEMMA3N = msgspec.structs.replace(
     _TEXT_OF_GEMMA3,

@@ -57,6 +57,17 @@ def test_the_start_says_that_it_is_slower(tmp_path: Path) -> None:
         start(ModelFiles("olmo2", "hf", tmp_path))
 
 
+def test_causal_masks_of_older_exporters_are_left_alone(tmp_path: Path) -> None:
+    """As Pythia's checkpoints have them."""
+    files = saved("GPTNeoX", tmp_path)
+    path, attention = tmp_path / "model.safetensors", "gpt_neox.layers.1.attention."
+    mask = torch.ones(1, 1, 64, 64).tril()
+    more = {"bias": mask, "masked_bias": torch.tensor(-1e9), "rotary_emb.inv_freq": torch.ones(4)}
+    tensors = {attention + name: tensor for name, tensor in more.items()}
+    save_file(load_file(path) | tensors, path)
+    start(files)
+
+
 def test_sizes_and_random_weights(tmp_path: Path) -> None:
     files = saved("Olmo2", tmp_path)
     model = transformers.Olmo2ForCausalLM.from_pretrained(tmp_path)
