@@ -42,6 +42,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         known = CONFIG_MAPPING[kind].from_dict(dict(config))
     layer_types = list(getattr(known, "layer_types", None) or [])
     other = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    # BERT and its like look both ways or count positions from elsewhere.
+    encodes = hasattr(known, "is_decoder") and hasattr(known, "add_cross_attention")
     window = int(getattr(known, "sliding_window", None) or 0)
     sliding = [kind == "sliding_attention" for kind in layer_types]
     rotary = sorted(set(_values(config, ("rope_type", "type"))) & _BY_LENGTH)
@@ -49,7 +51,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         name,
         {
             "quantization_config": bool(config.get("quantization_config")),
-            "an encoder": bool(getattr(known, "is_encoder_decoder", False)),
+            "an encoder": bool(getattr(known, "is_encoder_decoder", False)) or encodes,
             f"layers of type {', '.join(other)}": bool(other),
             f"rotary frequencies of type {', '.join(rotary)}": bool(rotary),
             "sliding layers and no sliding_window": any(sliding) and not window,

@@ -152,6 +152,8 @@ def attend(
         told.append("a window that is not the layer's")
     if key.shape[1:] != value.shape[1:] or key.shape[1::2] != (spec.kv_heads, spec.head_dim):
         told.append(f"keys {list(key.shape)} and values {list(value.shape)}")
+    if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
+        told.append("tokens that see later ones")
     if layer in step.layers:
         told.append("two calls a layer, whose keys would lie in one place")
     if told:

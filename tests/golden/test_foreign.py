@@ -107,6 +107,22 @@ def test_what_transformers_raises_is_said_to_be_its_own(tmp_path: Path) -> None:
         start(files)
 
 
+def test_attention_that_looks_ahead_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = saved("Olmo2", tmp_path)
+    attention = transformers.models.olmo2.modeling_olmo2.Olmo2Attention
+    made = attention.__init__
+
+    def blind(self: Any, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        self.is_causal = False
+
+    monkeypatch.setattr(attention, "__init__", blind)
+    with pytest.raises(ModelError, match="tokens that see later ones"):
+        start(files)
+
+
 def test_attention_that_is_asked_for_twice_in_a_layer_is_refused(tmp_path: Path) -> None:
     """Its keys would lie in one place of the cache: right in one step, wrong in the next."""
     files = saved("DiffLlama", tmp_path, num_key_value_heads=4)
@@ -117,6 +133,10 @@ def test_attention_that_is_asked_for_twice_in_a_layer_is_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (
+            {"architectures": ["RobertaForCausalLM"], "model_type": "roberta", "is_decoder": True},
+            "with an encoder",
+        ),
         (
             {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": "no"},
             "Olmo2ForCausalLM: transformers says .*'attention_bias' expected bool, got str",
@@ -156,7 +176,8 @@ def test_attention_that_is_asked_for_twice_in_a_layer_is_refused(tmp_path: Path)
             "'Olmo2ForSequenceClassification' is not supported",
         ),
     ],
-    ids=["type", "windows", "longrope", "layers", "quantised", "kind", "recurrent", "classifier"],
+    ids=["roberta", "type", "windows", "longrope", "layers", "quantised", "kind", "recurrent",
+         "classifier"],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused(config: dict[str, Any], words: str) -> None:
     sizes = {k: v for k, v in SHAPE.items() if v is not None}
