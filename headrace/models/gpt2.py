@@ -6,7 +6,7 @@ from __future__ import annotations
 from headrace.models import hf
 from headrace.models.gguf import known_ids, need_of
 from headrace.models.llama import build, matrix
-from headrace.models.need import Need, refuse
+from headrace.models.need import Need, head_width, refuse
 from headrace.models.slots import Slot
 from headrace.models.spec import LayerSpec, ModelSpec, Rope
 from headrace.sources.gguf import Header
@@ -25,7 +25,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
         },
     )
     layers, heads, hidden = (need.count(key) for key in ("n_layer", "n_head", "n_embd"))
-    scale = (hidden // heads) ** -0.5 if config.get("scale_attn_weights", True) else 1.0
+    scale = head_width(hidden, heads) ** -0.5 if config.get("scale_attn_weights", True) else 1.0
     by_layer = bool(config.get("scale_attn_by_inverse_layer_idx"))
     return _spec(
         architecture=hf.architecture(config),
@@ -49,7 +49,7 @@ def from_gguf(header: Header) -> ModelSpec:
     hidden, heads = need.count("embedding_length"), need.count("attention.head_count")
     return _spec(
         architecture=header.architecture,
-        kinds=(_kind((hidden // heads) ** -0.5),) * need.count("block_count"),
+        kinds=(_kind(head_width(hidden, heads) ** -0.5),) * need.count("block_count"),
         hidden=hidden,
         heads=heads,
         ffn=need.count("feed_forward_length"),
@@ -76,7 +76,8 @@ def _spec(
     }  # fmt: skip
     sizes: dict[str, object] = {
         "layers": len(kinds), "kinds": kinds, "hidden": hidden, "heads": heads, "kv_heads": heads,
-        "head_dim": hidden // heads, "max_positions": positions, "learned_positions": positions,
+        "head_dim": head_width(hidden, heads), "max_positions": positions,
+        "learned_positions": positions,
     }  # fmt: skip
     return ModelSpec(**fixed | sizes | fields)  # type: ignore[arg-type]
 

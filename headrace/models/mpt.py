@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.models import hf
 from headrace.models.gguf import known_ids, need_of
 from headrace.models.llama import build, norm_slot
-from headrace.models.need import Need, refuse
+from headrace.models.need import Need, head_width, refuse
 from headrace.models.slots import Slot
 from headrace.models.spec import LayerSpec, ModelSpec, Rope
 from headrace.sources.gguf import Header
@@ -84,7 +84,7 @@ def _spec(*, layers: int, hidden: int, heads: int, scale: float, **fields: objec
     }  # fmt: skip
     sizes: dict[str, object] = {
         "layers": layers, "kinds": (LayerSpec(rope="none", scale=scale),) * layers,
-        "hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": hidden // heads,
+        "hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": head_width(hidden, heads),
     }  # fmt: skip
     return ModelSpec(**fixed | sizes | fields)  # type: ignore[arg-type]
 

@@ -51,6 +51,13 @@ class Need:
         return tuple(map(float, values))
 
 
+def head_width(hidden: int, heads: int) -> int:
+    """hidden / heads. Raises ModelError if that is no whole number."""
+    if hidden % heads:
+        raise ModelError(f"{heads} heads do not divide a hidden size of {hidden}")
+    return hidden // heads
+
+
 def refuse(architecture: str, reasons: Mapping[str, bool]) -> None:
     """Raises ModelError naming the reasons that hold."""
     found = [name for name, present in reasons.items() if present]

@@ -67,6 +67,8 @@ def test_what_is_refused_is_named(changes: dict[str, Any], named: str) -> None:
         (GEMMA3N, {"activation_sparsity_pattern": [0.0]}, "pattern of 1 layers and num_hidden"),
         (GEMMA3N, {"altup_active_idx": 4}, "altup_active_idx = 4 of altup_num_inputs = 4"),
         (GPT2, {"n_layer": None}, "n_layer = None"),
+        (GPT2, {"n_head": 3}, "3 heads do not divide a hidden size of 64"),
+        (MPT, {"n_heads": 128}, "128 heads do not divide a hidden size of 64"),
         (GPT2, {"activation_function": "mish"}, "activation_function = 'mish'"),
         (MPT, {"attn_config": {"alibi": False}}, "no ALiBi"),
         (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln"),
