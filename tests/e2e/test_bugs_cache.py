@@ -122,11 +122,11 @@ def test_b085_counters_never_fall_under_preemption(server: Server) -> None:
     names = ("headrace_steps", "headrace_preemptions", "headrace_prompt_tokens",
              "headrace_cached_tokens", "headrace_generation_tokens",
              "headrace_requests_started", "headrace_requests_finished")  # fmt: skip
-    crowd = [
-        send(server, {"prompt": f"{n} " + PREFIX[:200], "max_tokens": 400, "ignore_eos": True})
-        for n in range(8)
-    ]
-    server.wait(lambda: server.metric("headrace_requests_running") > 0, "the first runs")
+    started = partial(server.metric, "headrace_requests_started_total")
+    before = started()
+    prompts = [f"{n} " + PREFIX[:200] for n in range(8)]  # of one request: they come together
+    crowd = send(server, {"prompt": prompts, "max_tokens": 400, "ignore_eos": True})
+    server.wait(lambda: started() == before + 8, "all have begun")
     seen: list[list[float]] = []
     runs = True
     while runs:
@@ -135,8 +135,6 @@ def test_b085_counters_never_fall_under_preemption(server: Server) -> None:
     for earlier, later in pairwise(seen):
         assert all(a <= b for a, b in zip(earlier, later, strict=True)), (earlier, later)
     assert seen[-1][1] > 0, "a pool of 96 blocks preempts eight sequences of 37 blocks"
-    for sock in crowd:
-        sock.close()
+    crowd.close()
     server.wait_idle()
-    started = server.metric("headrace_requests_started_total")
-    assert started == server.metric("headrace_requests_finished_total")
+    assert started() == server.metric("headrace_requests_finished_total")
