@@ -20,7 +20,7 @@ STARTED = "headrace_requests_started_total{"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(workers=2, fake_step_ms=2.0, max_num_seqs=32, api_key=("sesame",)) as running:
+    with Server(workers=2, fake_step_ms=5.0, max_num_seqs=32, api_key=("sesame",)) as running:
         yield running
 
 
