@@ -181,6 +181,17 @@ def joined(target: bytes, said: Sequence[Said]) -> Said:
     return JOINED[path.decode("latin-1")](said, query)
 
 
+def _one_list_of_workers(said: Sequence[Said], query: bytes) -> Said:
+    """What the first says; a worker that is not up for all of them is what it is for another."""
+    whole = said[0]
+    rows = {row["name"]: row for row in whole["workers"] if row["state"] == "up"}
+    for other in (other for one in said[1:] for other in one["workers"]):
+        row = rows.get(other["name"])
+        if row is not None and other["state"] != "up":
+            row["state"], row["why"] = other["state"], other["why"]
+    return whole
+
+
 def _one_queue(said: Sequence[Said], query: bytes) -> Said:
     lines: dict[tuple[Any, ...], Said] = {}
     for line in (line for one in said for line in one["lines"]):
@@ -262,6 +273,7 @@ def _one_list_of_findings(found: Sequence[Said]) -> list[Said]:
 
 
 JOINED: dict[str, Callable[[Sequence[Said], bytes], Said]] = {
+    "/gateway/workers": _one_list_of_workers,
     "/gateway/queue": _one_queue,
     "/gateway/tenants": _one_list_of_tenants,
     "/gateway/decisions": _one_list_of_decisions,

@@ -138,6 +138,22 @@ async def test_two_processes_route_by_the_load_of_both_and_answer_as_one(tmp_pat
         board.close()
 
 
+async def test_a_worker_is_up_where_it_is_up_for_every_process(tmp_path: Path) -> None:
+    """Else who waits for it meets one that has no worker."""
+    one_of, other_of = (Siblings(tmp_path, 2, own) for own in range(2))
+    async with (
+        Mock() as a,
+        gateway(a, siblings=one_of) as one,
+        gateway(a, siblings=other_of, check_interval_s=600.0) as other,
+    ):
+        for state in ("up", "down"):
+            for made in (one, other):
+                (row,) = (await get(made.port, "/gateway/workers")).json()["workers"]
+                why = "" if state == "up" else "no answer"
+                assert (row["state"], row["why"]) == (state, why)
+            other.fleet.went_down(other.fleet.workers[a.url], "no answer")
+
+
 async def test_a_process_that_does_not_answer_is_left_out(tmp_path: Path) -> None:
     siblings = Siblings(tmp_path, 3, 0)
     async with Mock() as worker, gateway(worker, siblings=siblings) as made:
