@@ -124,6 +124,7 @@ _FAMILIES = {
     "GlmForCausalLM": _GLM,
     "GptOssForCausalLM": Family("headrace.models.gpt_oss"),
     "LlamaForCausalLM": _LLAMA,
+    "MPTForCausalLM": _MPT,  # as MosaicML's own checkpoints spell it
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": Family("headrace.models.mixtral", renamed=_BARE),
     "MptForCausalLM": _MPT,

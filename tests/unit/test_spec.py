@@ -326,6 +326,28 @@ def test_the_docs_list_every_architecture() -> None:
     assert [name for name in registry._FAMILIES if f"`{name}`" not in page] == []
 
 
+def test_mpt_as_its_makers_publish_it() -> None:
+    """Keys of mosaicml/mpt-7b-instruct and mpt-7b-storywriter: transformers goes by model_type, and
+    computes them with its own MptForCausalLM."""
+    published: dict[str, Any] = {
+        "architectures": ["MPTForCausalLM"], "model_type": "mpt", "d_model": 4096, "n_heads": 32,
+        "n_layers": 32, "expansion_ratio": 4, "max_seq_len": 2048, "vocab_size": 50432,
+        "no_bias": True, "learned_pos_emb": True, "logit_scale": None, "resid_pdrop": 0,
+        "norm_type": "low_precision_layernorm", "torch_dtype": "bfloat16",
+        "attn_config": {
+            "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0,
+            "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "clip_qkv": None,
+            "prefix_lm": False, "qk_ln": False, "softmax_scale": None,
+        },
+    }  # fmt: skip
+    spec = from_hf(published)
+    assert (spec.architecture, spec.alibi, spec.qkv_clip) == ("MPTForCausalLM", 8.0, 0.0)
+    assert (spec.heads, spec.head_dim, spec.ffn, spec.tied) == (32, 128, 16384, True)
+    story = published["attn_config"] | {"alibi_bias_max": 16, "clip_qkv": 6}
+    spec = from_hf(published | {"attn_config": story, "max_seq_len": 65536})
+    assert (spec.alibi, spec.qkv_clip, spec.max_positions) == (16.0, 6.0, 65536)
+
+
 # ---------------------------------------------------------------- features
 
 
