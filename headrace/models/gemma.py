@@ -24,8 +24,12 @@ __all__ = ["build", "from_gguf", "from_hf", "slots"]
 _TANH = "gelu_pytorch_tanh"
 _COMMON: dict[str, Any] = {"norm": "rms_wide", "act": "gelu_tanh"}
 # What configs leave out, for it is their class's default.
+_GEMMA1: dict[str, Any] = {
+    "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16,
+}  # fmt: skip
 _GEMMA2: dict[str, Any] = {
-    "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 # What configs of Gemma 3 that see pictures leave out, for it is their classes' default.
@@ -43,7 +47,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
     name = hf.architecture(config)
     if name.startswith("Gemma3"):
         return _gemma3(text_of(config, _GEMMA3))
-    text = text_of(config, {"tie_word_embeddings": True} | (_GEMMA2 if "Gemma2" in name else {}))
+    text = text_of(config, _GEMMA2 if "Gemma2" in name else _GEMMA1)
     fields = _fields(text)
     if name.startswith("GemmaFor"):
         return ModelSpec(**fields)

@@ -3,6 +3,8 @@ gate and up stored as one matrix; the newer one norms what attention and MLP giv
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.errors import ModelError
 from headrace.models import hf
 from headrace.models.llama import build, matrix, norm_slot, out_slots, qkv_slots
@@ -12,12 +14,15 @@ from headrace.sources.gguf import Header
 
 __all__ = ["build", "from_gguf", "from_hf", "slots"]
 
-_TURNED = 0.5  # of a head, where the config does not say
+# What configs leave out, for it is their classes' default.
+_DEFAULTS: dict[str, Any] = {
+    "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
-    config = {"partial_rotary_factor": _TURNED} | dict(config)
+    config = _DEFAULTS | dict(config)
     fields = hf.decoder_fields(config, turns_part=True)
     bias = bool(config.get("attention_bias", True))
     newer = hf.architecture(config).startswith("Glm4")

@@ -17,7 +17,9 @@ from headrace.models.spec import CLAMP, CLAMP_SLOPE, Experts, LayerSpec, ModelSp
 __all__ = ["build", "derived", "from_gguf", "from_hf", "slots"]
 
 # What configs leave out, for it is their class's default.
-_DEFAULTS: dict[str, Any] = {"sliding_window": 128, "rope_theta": 150000.0}
+_DEFAULTS: dict[str, Any] = {
+    "sliding_window": 128, "rope_theta": 150000.0, "head_dim": 64, "num_key_value_heads": 8,
+}  # fmt: skip
 _YARN: dict[str, Any] = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,

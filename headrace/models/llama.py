@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.models import gguf, hf
 from headrace.models.need import refuse
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from headrace.models.layers import Decoder
 
-_WINDOW = 4096  # of Mistral, where the config does not say
+# What configs of Mistral leave out, for it is their class's default.
+_MISTRAL: dict[str, Any] = {"sliding_window": 4096, "num_key_value_heads": 8}
 
 
 def from_hf(config: hf.Config) -> ModelSpec:
@@ -25,8 +26,9 @@ def from_hf(config: hf.Config) -> ModelSpec:
     slides = not mistral and "sliding_attention" in (config.get("layer_types") or ())
     reasons = {"experts": bool(experts), "layers of type sliding_attention": slides}
     refuse(hf.architecture(config), reasons)
+    config = _MISTRAL | dict(config) if mistral else config
     fields = hf.decoder_fields(config)
-    window = config.get("sliding_window", _WINDOW) if mistral else None
+    window = config["sliding_window"] if mistral else None
     sliding = [window is not None] * fields["layers"]
     return ModelSpec(
         **fields

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.models import hf
 from headrace.models.llama import decoder_slots
 from headrace.models.need import Need, refuse
@@ -12,12 +14,13 @@ from headrace.models.spec import Experts, LayerSpec, ModelSpec
 __all__ = ["build", "from_gguf", "from_hf", "slots"]
 
 
-_THETA = 1e6  # where the config does not say
+# What configs leave out, for it is their class's default.
+_DEFAULTS: dict[str, Any] = {"rope_theta": 1e6, "num_key_value_heads": 8}
 
 
 def from_hf(config: hf.Config) -> ModelSpec:
     """See `registry.ModelModule`."""
-    fields = hf.decoder_fields({"rope_theta": _THETA} | dict(config))
+    fields = hf.decoder_fields(_DEFAULTS | dict(config))
     need = Need(config, "config.json")
     window = config.get("sliding_window")
     refuse(hf.architecture(config), {"layer_types": config.get("layer_types") is not None})

@@ -15,9 +15,9 @@ __all__ = ["build", "from_gguf", "from_hf", "slots"]
 
 
 def from_hf(config: hf.Config) -> ModelSpec:
-    """See `registry.ModelModule`."""
+    """See `registry.ModelModule`. There are 32 KV heads where the config does not say."""
     refuse(hf.architecture(config), {"experts": bool(config.get("num_experts"))})
-    fields = hf.decoder_fields(config)
+    fields = hf.decoder_fields({"num_key_value_heads": 32} | dict(config))
     return ModelSpec(**fields | {"qkv_bias": True, "kinds": kinds_of(config, fields)})
 
 

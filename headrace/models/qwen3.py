@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.models import gguf, hf
 from headrace.models.llama import build, decoder_slots
 from headrace.models.need import refuse
@@ -12,10 +14,13 @@ from headrace.sources.gguf import Header
 
 __all__ = ["build", "from_gguf", "from_hf", "slots"]
 
+# What configs leave out, for it is their class's default.
+_DEFAULTS: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 32}
+
 
 def from_hf(config: hf.Config) -> ModelSpec:
-    """See `registry.ModelModule`. Heads are 128 wide where the config does not say."""
-    fields = hf.decoder_fields({"head_dim": 128} | dict(config))
+    """See `registry.ModelModule`."""
+    fields = hf.decoder_fields(_DEFAULTS | dict(config))
     bias = bool(config.get("attention_bias"))
     more = {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
     return ModelSpec(**fields | more | {"kinds": kinds_of(config, fields)})

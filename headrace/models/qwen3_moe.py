@@ -21,7 +21,7 @@ __all__ = ["build", "expert_slots", "from_gguf", "from_hf", "slots"]
 
 
 def from_hf(config: hf.Config) -> ModelSpec:
-    """See `registry.ModelModule`."""
+    """See `registry.ModelModule`. There are 4 KV heads where the config does not say."""
     name, need = hf.architecture(config), Need(config, "config.json")
     refuse(
         name,
@@ -30,7 +30,7 @@ def from_hf(config: hf.Config) -> ModelSpec:
             "a sliding window": bool(config.get("use_sliding_window")),
         },
     )
-    fields = hf.decoder_fields(config)
+    fields = hf.decoder_fields({"num_key_value_heads": 4} | dict(config))
     step = int(config.get("decoder_sparse_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())
     routed = [(i + 1) % step == 0 and i not in dense for i in range(fields["layers"])]

@@ -281,6 +281,25 @@ def test_what_a_config_leaves_out_is_as_in_its_class() -> None:
             from_hf({k: v for k, v in DEEPSEEK3.items() if k != key})
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads", "head_dim"),
+    [
+        ("Llama", 32, 32, 128), ("Mistral", 32, 8, 128), ("Mixtral", 32, 8, 128),
+        ("Qwen2", 32, 32, 128), ("Qwen2", 64, 32, 64), ("Qwen3", 64, 32, 128),
+        ("Qwen3Moe", 32, 4, 128), ("GptOss", 32, 8, 64), ("Glm", 64, 2, 128), ("Glm4", 64, 2, 128),
+        ("Gemma", 32, 16, 256), ("Gemma2", 32, 4, 256),
+    ],
+)  # fmt: skip
+def test_heads_that_a_config_leaves_out_are_those_of_its_class(
+    name: str, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    config = HF | {"architectures": [f"{name}ForCausalLM"], "num_attention_heads": heads}
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config |= mixture if name in ("Mixtral", "Qwen3Moe", "GptOss") else {}
+    spec = from_hf({key: value for key, value in config.items() if key != "num_key_value_heads"})
+    assert (spec.kv_heads, spec.head_dim) == (kv_heads, head_dim)
+
+
 def test_gemma3_layers_in_all_spellings() -> None:
     old = GEMMA3 | {"rope_local_base_freq": 5000.0, "query_pre_attn_scalar": 168}
     spec = from_hf(old | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
