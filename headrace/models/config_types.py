@@ -52,7 +52,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
      lambda value: _one_or_each(value, lambda one: _real(one) and 0 <= one < 1),
      ("activation_sparsity_pattern",)),
     ("a number", _real, ("rope_theta", "rope_local_base_freq", "partial_rotary_factor",
-                         "swiglu_limit", "swiglu_alpha", "logit_scale")),
+                         "swiglu_limit", "swiglu_alpha")),
     ("a number of 0 or more", lambda value: _real(value) and value >= 0, (
         "rms_norm_eps", "layer_norm_epsilon", "clip_qkv", "attn_logit_softcapping",
         "final_logit_softcapping", "routed_scaling_factor",

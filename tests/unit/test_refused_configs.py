@@ -74,6 +74,7 @@ def test_what_is_refused_is_named(changes: dict[str, Any], named: str) -> None:
         (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln"),
         (MPT, {"no_bias": False}, "biases"),
         (MPT, {"logit_scale": 0.5}, "logit_scale"),
+        (MPT, {"logit_scale": "inv_sqrt_d_model"}, "with logit_scale is not supported"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (GEMMA3, {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
