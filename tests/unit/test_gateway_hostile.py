@@ -201,11 +201,16 @@ async def test_a_connection_that_is_cut_without_a_word_has_a_reason() -> None:
     async def cut() -> upstream.Upstream:
         raise ConnectionResetError
 
-    async with Mock() as worker, gateway(worker, retries=0) as made:
-        known = made.fleet.workers[worker.url]
-        known.pool.connect = cut  # type: ignore[method-assign]
+    async with (
+        Mock() as worker,
+        gateway(worker, retries=0, check_interval_s=600.0) as made,  # a check would take it out
+    ):
+        made.fleet.workers[worker.url].pool.connect = cut  # type: ignore[method-assign]
         reply = await call(made.port, chat())
         assert reply.json()["error"]["message"].endswith("ConnectionResetError")
+    async with Mock() as worker, gateway(worker) as made:
+        known = made.fleet.workers[worker.url]
+        known.pool.connect = cut  # type: ignore[method-assign]
         await until(lambda: known.why == "no connection: ConnectionResetError", "it is told")
 
 
