@@ -188,7 +188,11 @@ async def test_a_check_that_is_answered_without_end_fails(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
 async def test_a_name_that_is_none_is_one_that_cannot_be_reached(host: str) -> None:
     spec = WorkerSpec(url=f"http://{host}:9", models=("m",))
-    async with gateway(registry=StaticRegistry([spec]), up=False) as made:
+    once: dict[str, Any] = {
+        "up": False,
+        "check_interval_s": 600.0,
+    }  # a second check would take it out again
+    async with gateway(registry=StaticRegistry([spec]), **once) as made:
         worker = made.fleet.workers[spec.url]
         await until(lambda: worker.why.startswith("no connection"), "it was checked")
         worker.up = True  # somebody thinks so
