@@ -42,8 +42,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         known = CONFIG_MAPPING[kind].from_dict(dict(config))
     layer_types = list(getattr(known, "layer_types", None) or [])
     other = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    # BERT and its like look both ways or count positions from elsewhere.
-    encodes = hasattr(known, "is_decoder") and hasattr(known, "add_cross_attention")
+    encodes = _encodes(str(kind), type(known))
     window = int(getattr(known, "sliding_window", None) or 0)
     sliding = [kind == "sliding_attention" for kind in layer_types]
     rotary = sorted(set(_values(config, ("rope_type", "type"))) & _BY_LENGTH)
@@ -81,6 +80,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         kinds=tuple(LayerSpec(window=window if one else 0) for one in sliding),
         foreign=json.dumps(dict(config)),
     )
+
+
+def _encodes(kind: str, config: type) -> bool:
+    """BERT and its like look both ways or count positions from elsewhere. What the config's text
+    says does not count: transformers 4 writes is_decoder and add_cross_attention of any model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    asked = hasattr(config, "is_decoder") and hasattr(config, "add_cross_attention")
+    return asked or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 @contextmanager

@@ -185,6 +185,18 @@ def test_what_is_not_computed_is_refused(config: dict[str, Any], words: str) -> 
         from_hf(sizes | config)
 
 
+def test_keys_that_transformers_4_writes_of_any_model_make_no_encoder() -> None:
+    """As in configs written whole: with to_json_file(use_diff=False), or as parts of others."""
+    whole: dict[str, Any] = {
+        "add_cross_attention": False, "is_decoder": False, "is_encoder_decoder": False,
+        "cross_attention_hidden_size": None, "tie_encoder_decoder": False, "pruned_heads": {},
+    }  # fmt: skip
+    sizes = {k: v for k, v in SHAPE.items() if v is not None}
+    config = sizes | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+    spec = from_hf(config | whole)
+    assert (spec.layers, spec.heads, spec.foreign != "") == (2, 4, True)
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"others need transformers: .* -m pip install"):
