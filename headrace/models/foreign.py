@@ -27,6 +27,7 @@ _NEEDED = (
     "num_attention_heads", "hidden_size", "vocab_size", "num_hidden_layers",
     "max_position_embeddings",
 )  # fmt: skip
+_NO_JSON = ("Infinity", "-Infinity", "NaN")
 _BY_LENGTH = {"dynamic", "longrope"}  # rotary frequencies that one step's sequences cannot share
 
 
@@ -34,6 +35,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """See `registry.ModelModule`."""
     from transformers import CONFIG_MAPPING
 
+    config = _floats(config)
     name = str(config["architectures"][0])
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
@@ -80,6 +82,15 @@ def from_hf(config: Mapping[str, Any]) -> ModelSpec:
         kinds=tuple(LayerSpec(window=window if one else 0) for one in sliding),
         foreign=json.dumps(dict(config)),
     )
+
+
+def _floats(value: Any) -> Any:
+    """transformers 5 writes numbers that JSON has not as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"} and value["__float__"] in _NO_JSON:
+            return float(value["__float__"])
+        return {key: _floats(one) for key, one in value.items()}
+    return [_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def _encodes(kind: str, config: type) -> bool:

@@ -197,6 +197,24 @@ def test_keys_that_transformers_4_writes_of_any_model_make_no_encoder() -> None:
     assert (spec.layers, spec.heads, spec.foreign != "") == (2, 4, True)
 
 
+def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+    """As transformers 5 writes time_step_limit of Granite 4.0, also where no layer has states."""
+    files = saved(
+        "GraniteMoeHybrid", tmp_path, initializer_range=0.3, layer_types=["attention"] * 2,
+        num_key_value_heads=2,
+        shared_intermediate_size=48, num_local_experts=0, num_experts_per_tok=0,
+        position_embedding_type="rope", mamba_n_heads=4, mamba_d_head=16,
+    )  # fmt: skip
+    model = transformers.GraniteMoeHybridForCausalLM.from_pretrained(tmp_path).eval()
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    path.write_text(json.dumps(config))
+    runner = load("cpu", files, dtype="float32", kv_blocks=16, block_size=8, threads=1)
+    (tokens,) = generate(runner, [Job(list(range(20)), 24, chunk=7)])
+    runner.close()
+    assert agree(tokens, greedy(model, list(range(20)), 24)) > 12
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"others need transformers: .* -m pip install"):
