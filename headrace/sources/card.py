@@ -28,6 +28,7 @@ CHATML = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_ROWS = {"gemma3": 262208, "gemma3n": 262400}  # where neither config nor tokenizer says them
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -124,7 +125,8 @@ def _hf_card(folder: Path) -> ModelCard:
     ends |= {ids[t] for t in [texts.get("eos_token", "")] if t in ids}
     vocab_size = text.get("vocab_size")
     if vocab_size is None and text is not config:  # models that see pictures: a class's default
-        vocab_size = known_ids(folder / "tokenizer.json")
+        rows = _ROWS.get(str(config.get("model_type")))
+        vocab_size = known_ids(folder / "tokenizer.json") or rows
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ModelError(f"{folder / 'config.json'}: no vocab_size")
     flag = tokenizer.get("add_bos_token")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ModelError
+from headrace.models.spec import from_hf
 from headrace.sources.card import gguf_card, known_ids, read_card
 from headrace.sources.files import ModelFiles
 from headrace.sources.gguf import Header
@@ -128,6 +129,21 @@ def test_a_vocabulary_that_the_config_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("[")
     with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
         known_ids(tmp_path / "tokenizer.json")
+
+
+def test_a_vocabulary_that_only_the_class_says(tmp_path: Path) -> None:
+    """Google's config.json of gemma-3-4b-it, in a folder without a tokenizer."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "eos_token_id": [1, 106], "text_config": text,
+    }  # fmt: skip
+    card = read_card(folder(tmp_path, config=config, tokenizer={}))
+    assert (card.vocab_size, card.eos_ids) == (from_hf(config).vocab_rows, (1, 106))
 
 
 def test_missing_and_unreadable_config(tmp_path: Path) -> None:
