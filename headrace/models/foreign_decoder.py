@@ -26,6 +26,7 @@ except ImportError:  # transformers 4
     from transformers.modeling_utils import no_init_weights
 
 NAME = "headrace"  # in transformers' table of attention functions
+_INTERFACE = "transformers' attention interface, without which it cannot be batched here"
 _STEP = "headrace_step"  # an attribute of every module of the layers
 # What attention functions are told that changes nothing here.
 _HARMLESS = {
@@ -43,7 +44,15 @@ class ForeignDecoder(Decoder):
         written = json.loads(spec.foreign)
         with theirs(spec.architecture), no_init_weights():
             config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
-            inner = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+            try:
+                inner = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=NAME
+                )
+            except KeyError as error:
+                if error.args != (NAME,):
+                    raise
+                # Looked up in a table of its own.
+                raise ModelError(f"{spec.architecture}: no layer uses {_INTERFACE}") from error
             inner.tie_weights()  # left out where weights are not drawn
         inner.eval().requires_grad_(False)
         self._prefix = inner.base_model_prefix
@@ -124,7 +133,7 @@ class _Step:
         if len(self.layers) != self.spec.layers:
             raise ModelError(
                 f"{self.spec.architecture}: {len(self.layers)} of {self.spec.layers} layers use "
-                "transformers' attention interface, without which it cannot be batched here"
+                f"{_INTERFACE}"
             )
 
 

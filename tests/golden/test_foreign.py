@@ -98,11 +98,11 @@ def test_heads_that_ask_for_more_than_states(kind: str, tmp_path: Path) -> None:
     assert agree(tokens, greedy(model, list(range(20)), 24)) > 12
 
 
-def test_what_transformers_raises_is_said_to_be_its_own(tmp_path: Path) -> None:
-    """Here: of a kind of attention that a table of its own lacks."""
+def test_attention_from_a_table_of_its_own_is_refused(tmp_path: Path) -> None:
     files = saved("GPTNeo", tmp_path, attention_types=[[["global", "local"], 1]])
     with pytest.raises(
-        ModelError, match="GPTNeoForCausalLM: transformers says KeyError: 'headrace'"
+        ModelError,
+        match="GPTNeoForCausalLM: no layer uses transformers' attention interface",
     ):
         start(files)
 
