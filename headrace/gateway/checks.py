@@ -116,11 +116,8 @@ class Checks:
     async def _kv_usage(self, worker: Worker) -> float | None:
         """As its metrics say; None: they do not, or not in time. It serves all the same."""
         try:
-            status, body = await fetch(
-                worker.pool,
-                request(worker, "/metrics", self._mark),
-                self._settings.check_timeout_s,
-            )
+            limit_s = self._settings.check_timeout_s
+            status, body = await self._fetch(worker, "/metrics", limit_s)
         except OSError:  # TimeoutError is one
             return None
         return read_kv_usage(body) if status == 200 else None

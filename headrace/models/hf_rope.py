@@ -16,12 +16,10 @@ from headrace.errors import ModelError
 from headrace.models.need import Need
 from headrace.models.spec import Rope
 
-Config = Mapping[str, Any]
-
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def scaling_of(config: Config) -> dict[str, Any]:
+def scaling_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping that says how positions are scaled, without its nulls. Raises ModelError for one
     for each type of layers."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -31,12 +29,12 @@ def scaling_of(config: Config) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def kind_of(scaling: Config) -> str:
+def kind_of(scaling: Mapping[str, Any]) -> str:
     """The name of the kind, in either spelling."""
     return str(scaling.get("rope_type", scaling.get("type", "default")))
 
 
-def rope_of(config: Config, head_dim: int) -> tuple[Rope, int]:
+def rope_of(config: Mapping[str, Any], head_dim: int) -> tuple[Rope, int]:
     """The rotary embedding, and the positions that it makes of `max_position_embeddings`.
 
     Raises ModelError for what `Rope` has no kind for, and for numbers that make none.
@@ -76,7 +74,7 @@ def _changed(rope: Rope, **fields: Any) -> Rope:
     return msgspec.structs.replace(rope, **fields)
 
 
-def _dims(config: Config, need: Need, head_dim: int) -> int:
+def _dims(config: Mapping[str, Any], need: Need, head_dim: int) -> int:
     """How many numbers of a head turn."""
     part = need.number("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     dims = int(head_dim * part)
@@ -87,7 +85,7 @@ def _dims(config: Config, need: Need, head_dim: int) -> int:
     return dims
 
 
-def _original(config: Config, scaling: Config, positions: int) -> int:
+def _original(config: Mapping[str, Any], scaling: Mapping[str, Any], positions: int) -> int:
     """Positions of the training before the context was extended; Phi-3 says it outside."""
     if config.get(_ORIGINAL) is not None:
         return Need(config, "config.json").count(_ORIGINAL)

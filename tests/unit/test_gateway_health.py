@@ -20,6 +20,7 @@ from headrace.gateway.worker import MIN_WARM, Worker
 from tests.unit.gateway_rig import (
     Asked,
     Call,
+    Handler,
     Mock,
     Out,
     answer_well,
@@ -33,6 +34,21 @@ from tests.unit.gateway_rig import (
 )
 
 FAST: dict[str, Any] = {"check_timeout_s": 0.4, "hung_after_s": 1.2}
+
+
+def slowly(begins: asyncio.Event, events: int, gap_s: float) -> Handler:
+    """An answer of so many events, from `begins` on."""
+
+    async def answer(asked: Asked, out: Out) -> None:
+        await out.head()
+        await begins.wait()
+        for i in range(events):
+            await out.event(chunk_of(str(i)))
+            await asyncio.sleep(gap_s)
+        await out.event("[DONE]")
+        await out.end()
+
+    return answer
 
 
 async def hang(asked: Asked, out: Out) -> None:
@@ -241,16 +257,7 @@ async def test_requests_that_wait_at_a_hung_worker_go_elsewhere() -> None:
 async def test_a_gateway_that_was_held_up_takes_no_worker_for_hung() -> None:
     """Its process stood still for longer than `hung_after_s`, and so did all of its machine."""
     frozen = asyncio.Event()
-
-    async def slow(asked: Asked, out: Out) -> None:
-        await out.head()
-        await frozen.wait()
-        for i in range(4):
-            await out.event(chunk_of(str(i)))
-            await asyncio.sleep(0.3)
-        await out.event("[DONE]")
-        await out.end()
-
+    slow = slowly(frozen, 4, 0.3)
     async with Mock(slow) as worker, gateway(worker, **FAST) as made, Call(made.port) as one:
         await one.send(chat(stream=True))
         await until(lambda: bool(worker.asked), "it is there")
@@ -266,16 +273,7 @@ async def test_a_gateway_that_was_held_up_takes_no_worker_for_hung() -> None:
 async def test_busy_is_not_dead() -> None:
     """Health does not answer while a stream goes on: no new requests, but the stream goes on."""
     frozen = asyncio.Event()
-
-    async def slow(asked: Asked, out: Out) -> None:
-        await out.head()
-        await frozen.wait()
-        for i in range(25):  # 2.5 s, more than twice hung_after_s
-            await out.event(chunk_of(str(i)))
-            await asyncio.sleep(0.1)
-        await out.event("[DONE]")
-        await out.end()
-
+    slow = slowly(frozen, 25, 0.1)  # 2.5 s, more than twice hung_after_s
     async with Mock(slow) as worker, gateway(worker, **FAST) as made, Call(made.port) as one:
         await one.send(chat(stream=True))
         await until(lambda: bool(worker.asked), "it is there")
