@@ -64,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     kv_memory: str = ""
     prefill_attention: PrefillAttention = "auto"
     cuda_graphs: bool = True
+    expert_copies: Literal["auto", "off", "all"] = "auto"
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     prefix_caching: bool = True
     kv_events_endpoint: str = ""
@@ -160,6 +161,9 @@ HELP: Mapping[str, str] = {
     "are not brought along); auto = flash where it is installed, else cudnn where it can",
     "cuda_graphs": "cuda backend: steps of usual sizes are replayed as graphs; off: kernel by "
     "kernel, to see what graphs are worth",
+    "expert_copies": "cuda backend, bfloat16 mixtures: the experts once more, exactly, in 12 bits "
+    "a number, which steps of few tokens read instead; auto: of as many layers as there is memory "
+    "for beside a KV cache of fair size; all: of every layer, or no start",
     "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "
     "--kv-memory size the KV cache instead",
     "prefix_caching": "reuse the KV of equal prompt prefixes",

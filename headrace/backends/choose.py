@@ -26,9 +26,9 @@ _MEANINGLESS: Mapping[str, tuple[str, ...]] = {
     "fake": (
         "dtype", "load_format", "quantization", "kv_dtype", "kv_memory", "threads",
         "gpu_memory_utilization", "prefill_attention", "allow_pickle", "check_weights",
-        "cuda_graphs", "cpu_kernels", "cpu_precision",
+        "cuda_graphs", "cpu_kernels", "cpu_precision", "expert_copies",
     ),
-    "cpu": ("gpu_memory_utilization", "prefill_attention", "cuda_graphs"),
+    "cpu": ("gpu_memory_utilization", "prefill_attention", "cuda_graphs", "expert_copies"),
     "cuda": ("threads", "cpu_kernels", "cpu_precision", "quantization", "kv_dtype"),
 }  # fmt: skip
 _LEAST_TARGET_S, _MOST_TARGET_S, _TARGET_FLOORS = 0.025, 0.045, 6

@@ -96,7 +96,7 @@ def columns_a_turn(x: Tensor, config: ExpertsConfig) -> int:
 
 
 @triton.jit
-def _tile(order, tile_experts, groups: tl.constexpr, BM: tl.constexpr):
+def tile_of(order, tile_experts, groups: tl.constexpr, BM: tl.constexpr):
     """-> the tile's expert (-1: no work), its group of rows of the matrix, its assignments [BM]."""
     tile = tl.program_id(0) // groups
     expert = tl.load(tile_experts + tile)
@@ -135,6 +135,20 @@ def _grouped(
     return acc
 
 
+@triton.jit
+def gated(
+    acc, limit, BM: tl.constexpr, BN: tl.constexpr, CLAMPED: tl.constexpr, ALPHA: tl.constexpr
+):
+    """acc [BM, BN], gate's and up's sums of a pair side by side -> [BM, BN / 2]."""
+    gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return gate * tl.sigmoid(gate * ALPHA) * (up + 1.0)
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
 @triton.jit(do_not_specialize=["limit"])
 def expert_gate_up_kernel(
     x,
@@ -161,7 +175,7 @@ def expert_gate_up_kernel(
     pdl.release(PDL)
     GROUPS: tl.constexpr = (2 * FFN + BN - 1) // BN
     pdl.wait(PDL)
-    expert, group, item = _tile(order, tile_experts, GROUPS, BM)
+    expert, group, item = tile_of(order, tile_experts, GROUPS, BM)
     if expert < 0:
         return
     live = item >= 0
@@ -173,13 +187,7 @@ def expert_gate_up_kernel(
     acc = _grouped(x + token.to(tl.int64) * K, live, own + row * K, K, BM, BN, BK, ONCE)
     if BIAS:
         acc += tl.load(bias + expert * (2 * FFN) + row).to(tl.float32)[None, :]
-    gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
-    if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        y = gate * tl.sigmoid(gate * ALPHA) * (up + 1.0)
-    else:
-        y = gate * tl.sigmoid(gate) * up
+    y = gated(acc, limit, BM, BN, CLAMPED, ALPHA)
     n = group * (BN // 2) + tl.arange(0, BN // 2)
     at = tl.maximum(item, 0).to(tl.int64)[:, None] * FFN + n[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=live[:, None] & (n < FFN)[None, :])
@@ -206,7 +214,7 @@ def expert_down_kernel(
     pdl.release(PDL)
     GROUPS: tl.constexpr = (N + BN - 1) // BN
     pdl.wait(PDL)
-    expert, group, item = _tile(order, tile_experts, GROUPS, BM)
+    expert, group, item = tile_of(order, tile_experts, GROUPS, BM)
     if expert < 0:
         return
     live = item >= 0
@@ -253,14 +261,21 @@ def combine_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, plan: Dispatch) -> None:
-    assert x.is_contiguous(), "x: rows lie one after another"
-    assert weight.is_contiguous(), "weight: experts lie one after another"
-    assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
-    assert x.shape == (rows, weight.shape[2]), (x.shape, weight.shape)
+def check_experts(
+    x: Tensor, shape: tuple[int, int, int], bias: Tensor | None, rows: int, plan: Dispatch
+) -> None:
+    """x [rows, K] for matrices of `shape` [E, N, K], bias [E, N]."""
+    check_output(x, (rows, shape[2]))
     assert plan.order.is_contiguous(), "order: tiles lie one after another"
     if bias is not None:
-        check_output(bias, weight.shape[:2])
+        check_output(bias, shape[:2])
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, plan: Dispatch) -> None:
+    assert weight.is_contiguous(), "weight: experts lie one after another"
+    assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
+    experts, own_rows, k = weight.shape
+    check_experts(x, (experts, own_rows, k), bias, rows, plan)
 
 
 def expert_gate_up(

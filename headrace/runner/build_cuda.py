@@ -30,6 +30,7 @@ from headrace.runner.calibrate import Probe, measure_cost
 from headrace.runner.cuda_runner import CudaRunner
 from headrace.runner.device_state import DeviceState
 from headrace.runner.draws import WIDE_ROWS
+from headrace.runner.expert_copies import copy_experts
 from headrace.runner.forward import Forward
 from headrace.runner.phase import Report, phase
 from headrace.runner.taps import NOTE
@@ -176,6 +177,7 @@ def build_runner(
         prefill_attention=settings.prefill_attention,
         graphed=settings.cuda_graphs,
     )
+    copied = copy_experts(settings, model, buffers.mixture, plan.max_model_len, card, report)
     with phase("compile kernels", report):
         step_blocks = -(-plan.max_tokens // plan.block_size) * len(layout.windows)
         trial = forward_of(model, plan, step_blocks, card, buffers)
@@ -203,7 +205,8 @@ def build_runner(
         limited = settings.itl_target_ms == "auto" or float(settings.itl_target_ms) > 0
         cost = measure_cost(forward, plan.max_tokens, limited=limited)
     free_bytes, _ = torch.cuda.mem_get_info(card.index)
-    lines = _lines(forward, buffers, plan, room, free_bytes)
+    lines = [copied] if copied is not None else []
+    lines += _lines(forward, buffers, plan, room, free_bytes)
     capacity = _capacity(model, plan, blocks.value, cost, kernels, card)
     return CudaRunner(forward, capacity), blocks, length, lines
 

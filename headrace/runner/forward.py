@@ -263,7 +263,12 @@ class Forward:
     def _each_kind(self) -> list[nn.Module]:
         """Blocks that launch whatever all do: the first of each kind, for the matrices of a kind
         have one shape, and the last."""
-        kinds = {kind: i for i, kind in reversed([*enumerate(self.model.spec.every_layer())])}
+        mixture = self.place.buffers.mixture
+        copied = {} if mixture is None else mixture.copies
+        kinds = {
+            (kind, i in copied): i
+            for i, kind in reversed([*enumerate(self.model.spec.every_layer())])
+        }
         return [self.model.blocks[i] for i in (*kinds.values(), -1)]
 
     def _graph_work(self, way: Way, size: int) -> None:

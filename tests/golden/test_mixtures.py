@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.devices import MARKS, WITHOUT_CUDA, load
-from tests.golden.families import MIXTURES, save
+from tests.golden.families import MIXTURES, VOCAB, save
+from tests.golden.on_cuda import OnCuda
 from tests.golden.reference import agree, greedy
 from tests.golden.stepping import Job, generate
 
@@ -89,3 +90,42 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     (tokens,) = generate(runner, [Job(prompt, 16)])
     assert agree(tokens, greedy(model, prompt, 16)) == 16
     runner.close()
+
+
+@pytest.mark.skipif(WITHOUT_CUDA, reason="copies are for a card")
+@pytest.mark.parametrize(
+    ("name", "ffn"),
+    [
+        ("qwen3-moe", "moe_intermediate_size"),
+        ("deepseek-v2", "moe_intermediate_size"),
+        ("gpt-oss", "intermediate_size"),
+    ],
+)
+def test_copies_of_experts_say_what_the_experts_say(name: str, ffn: str, tmp_path: Path) -> None:
+    """Logits of the middle token, in single tokens, chunks and whole prompts: as close to
+    transformers' float32 as without copies."""
+    model, files = save(name, tmp_path, **{"hidden_size": 128, ffn: 128})
+    prompts = [[(7 * i + j) % VOCAB for j in range(40)] for i in range(5)]
+    with torch.inference_mode():
+        exact = [model(torch.tensor([prompt])).logits[0].float() for prompt in prompts]
+    scale = max(float(logits.abs().max()) for logits in exact)
+    errors = {}
+    for copies in ("off", "all"):
+        asked = SETTINGS | {"dtype": "bfloat16", "expert_copies": copies}
+        del asked["threads"]
+        made = OnCuda(load("cuda", files, **asked), 8)
+        mixture = made.runner._forward.place.buffers.mixture
+        routed = {
+            i for i, layer in enumerate(made.runner._forward.model.spec.every_layer())
+            if layer.mlp == "experts"
+        }  # fmt: skip
+        assert set(mixture.copies) == (routed if copies == "all" else set())
+        for chunk in (1, 7, 40):
+            off = [
+                (mine - theirs).abs().amax(1)
+                for mine, theirs in zip(made.logits(prompts, chunk), exact, strict=True)
+            ]
+            errors[copies, chunk] = float(torch.cat(off).median()) / scale
+        made.close()
+    for chunk in (1, 7, 40):
+        assert errors["all", chunk] < max(2e-2, 1.5 * errors["off", chunk]), errors

@@ -22,6 +22,7 @@ from tests.kernels import (
     test_altup,
     test_attention_decode,
     test_attention_prefill,
+    test_compressed,
     test_dense_prefill,
     test_edited,
     test_elementwise,
@@ -79,6 +80,9 @@ CASES: dict[str, Case] = {
     "_merge_kernel": lambda on: test_dense_prefill.test_merge(DTYPE, 7, 5, 80),
     "expert_gate_up_kernel expert_down_kernel combine_kernel": lambda on: test_experts.test_layer(
         "odd", DTYPE, on
+    ),
+    "compress_kernel compressed_gate_up_kernel compressed_down_kernel": (
+        lambda on: test_compressed.test_layer(16, 0.8, test_compressed.DTYPES[0], on)
     ),
     "route_kernel dispatch_kernel": lambda on: test_router.test_routing("pairs", 17, on),
     "count_kernel place_kernel": test_router.test_many_items,

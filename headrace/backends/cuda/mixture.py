@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.dispatch import DispatchScratch, route_and_dispatch
+from headrace.kernels.compressed import Compressed, compress
+from headrace.kernels.compressed_experts import (
+    MOST_TILE_ROWS,
+    compress_gate_up,
+    compressed_down,
+    compressed_gate_up,
+)
+from headrace.kernels.dispatch import Dispatch, DispatchScratch, route_and_dispatch
 from headrace.kernels.experts import (
     combine,
     default_configs,
@@ -46,6 +53,27 @@ def routing_of(experts: Experts) -> Routing:
     )
 
 
+class ExpertCopies(NamedTuple):
+    """The matrices of a layer's experts once more, compressed."""
+
+    gate_up: Compressed
+    down: Compressed
+
+    @property
+    def size_bytes(self) -> int:
+        """Of both."""
+        return self.gate_up.size_bytes + self.down.size_bytes
+
+
+def copies_of(mlp: RoutedMlp) -> ExpertCopies | None:
+    """None: too many of its numbers would escape (see `kernels.compressed`). Waits for the device.
+    Needs: bfloat16 matrices that are `compressible`."""
+    total, ffn, hidden = mlp.spec.total, mlp.spec.ffn, mlp.gate_up.shape[1]
+    gate_up = compress_gate_up(mlp.gate_up.view(total, 2 * ffn, hidden))
+    down = compress(mlp.down.view(total, hidden, ffn)) if gate_up is not None else None
+    return None if gate_up is None or down is None else ExpertCopies(gate_up, down)
+
+
 class Mixture:
     """What the routed layers of one model share, for at most `tokens` tokens at once."""
 
@@ -62,10 +90,11 @@ class Mixture:
         assert self._logits.dtype == torch.float32, "torch's default dtype was changed"
         self.loads = ExpertLoads(spec, device)
         self._mirror: Mirror | None = None
+        self.copies: dict[int, ExpertCopies] = {}  # by layer: see `runner.expert_copies`
 
     @property
     def size_bytes(self) -> int:
-        """All of it."""
+        """All of it but the copies."""
         held = (self._inner, self._y, self._logits)
         return sum(t.numel() * t.element_size() for t in held) + self._scratch.size_bytes
 
@@ -97,21 +126,31 @@ class Mixture:
         else:
             logits = self._route(normed, mlp, workspace, with_pdl=with_pdl)
             route_and_dispatch(logits, routing, plan, **common)
-        total, items, hidden = routing.total, tokens * routing.each, x.shape[1]
-        ffn, (of_up, of_down) = mlp.spec.ffn, default_configs(tile_rows)
-        inner, y = self._inner[:items], self._y[:items]
-        up_bias = None if mlp.gate_up_bias is None else mlp.gate_up_bias.view(total, 2 * ffn)
-        down_bias = None if mlp.down_bias is None else mlp.down_bias.view(total, hidden)
-        expert_gate_up(
-            normed, mlp.gate_up.view(total, 2 * ffn, hidden), plan, bias=up_bias,
-            limit=CLAMP if mlp.act == "clamped" else 0.0, out=inner, config=of_up,
-            with_pdl=with_pdl,
-        )  # fmt: skip
-        expert_down(
-            inner, mlp.down.view(total, hidden, ffn), plan, bias=down_bias, out=y, config=of_down,
-            with_pdl=with_pdl,
-        )  # fmt: skip
+        y = self._say(layer, normed, mlp, plan, with_pdl=with_pdl)
         return combine(y, plan, residual=x, out=x, with_pdl=with_pdl)
+
+    def _say(
+        self, layer: int, x: Tensor, mlp: RoutedMlp, plan: Dispatch, *, with_pdl: bool
+    ) -> Tensor:
+        """x [T, hidden] -> what each token's experts say, [T * each, hidden]."""
+        total, items, hidden = self.routing.total, x.shape[0] * plan.each, x.shape[1]
+        ffn, inner, y = mlp.spec.ffn, self._inner[:items], self._y[:items]
+        up: dict[str, Any] = {
+            "bias": None if mlp.gate_up_bias is None else mlp.gate_up_bias.view(total, 2 * ffn),
+            "limit": CLAMP if mlp.act == "clamped" else 0.0, "out": inner, "with_pdl": with_pdl,
+        }  # fmt: skip
+        down: dict[str, Any] = {
+            "bias": None if mlp.down_bias is None else mlp.down_bias.view(total, hidden),
+            "out": y, "with_pdl": with_pdl,
+        }  # fmt: skip
+        copies = self.copies.get(layer)
+        if copies is not None and plan.tile_rows <= MOST_TILE_ROWS:
+            compressed_gate_up(x, copies.gate_up, plan, **up)
+            return compressed_down(inner, copies.down, plan, **down)
+        of_up, of_down = default_configs(plan.tile_rows)
+        gate_up_weight = mlp.gate_up.view(total, 2 * ffn, hidden)
+        expert_gate_up(x, gate_up_weight, plan, config=of_up, **up)
+        return expert_down(inner, mlp.down.view(total, hidden, ffn), plan, config=of_down, **down)
 
     def _route(
         self, normed: Tensor, mlp: RoutedMlp, workspace: Workspace, *, with_pdl: bool

@@ -1,0 +1,131 @@
+"""Which layers get copies of their experts, by settings and by what memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from headrace.backends.cuda.device import Card
+from headrace.backends.cuda.mixture import Mixture
+from headrace.config import Settings
+from headrace.errors import ConfigError
+from headrace.kernels import compressed
+from headrace.models.kv_layout import layout_of
+from headrace.models.layers import Decoder
+from headrace.models.registry import module_of
+from headrace.models.spec import ModelSpec
+from headrace.runner import ledger
+from headrace.runner.expert_copies import FAIR_SEQUENCES, FAIR_TOKENS, copy_experts
+from tests.kernels.test_compressed import SPEC
+
+CARD = Card("a card", 0, 4, (9, 0))
+LAYERS = 3
+WHOLE = msgspec.structs.replace(SPEC, layers=LAYERS, kinds=SPEC.kinds[:1] * LAYERS)
+LONGEST = 4096
+GIB = 1 << 30
+Copy = Callable[..., tuple[ledger.Line | None, set[int]]]
+
+
+def model_of(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    model = module_of(spec.architecture).build(spec, dtype)
+    rng = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.02)
+    return model
+
+
+@pytest.fixture
+def copy(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Copy:
+    """copy_experts on a card of 16 GiB of which so much is free -> its line, and which layers."""
+
+    def copied(
+        free: int = 12 * GIB, model: Decoder | None = None, **given: object
+    ) -> tuple[ledger.Line | None, set[int]]:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 16 * GIB))
+        settings = msgspec.convert(
+            {"max_num_seqs": 8, "max_num_batched_tokens": 8} | given, Settings
+        )
+        model = model_of(WHOLE) if model is None else model
+        experts = model.spec.experts
+        mixture = None if experts is None else Mixture(model.spec, 8, model.dtype, device)
+        line = copy_experts(
+            settings, model.to(device), mixture, LONGEST, CARD, lambda what, took_s: None
+        )
+        return line, set() if mixture is None else set(mixture.copies)
+
+    return copied
+
+
+def copy_bytes(spec: ModelSpec = WHOLE) -> int:
+    """Of a layer."""
+    assert spec.experts is not None
+    return compressed.size_bytes(spec.experts.total * 3 * spec.hidden * spec.experts.ffn)
+
+
+def fair_bytes() -> int:
+    one = ledger.kv_block_bytes(WHOLE, layout_of(WHOLE), "bfloat16", 16)
+    of_all, of_long = 8 * (FAIR_TOKENS // 16 + 1), FAIR_SEQUENCES * (LONGEST // 16 + 1)
+    return one * max(of_all, of_long)
+
+
+def test_all_where_there_is_room(copy: Copy) -> None:
+    line, layers = copy()
+    assert layers == {0, 1, 2}
+    assert line is not None
+    assert LAYERS * copy_bytes() <= line.size_bytes <= LAYERS * copy_bytes() * 1.1
+    assert "3 of 3 layers" in line.note
+
+
+@pytest.mark.parametrize("room", range(LAYERS + 1))
+def test_as_many_as_a_fair_kv_cache_leaves(copy: Copy, room: int) -> None:
+    used = 16 * GIB - int(0.9 * 16 * GIB) + 16 * GIB // 32
+    for spare, found in ((0, room), (-1, max(0, room - 1))):
+        line, layers = copy(used + fair_bytes() + room * copy_bytes() + spare)
+        assert layers == set(range(found))
+        assert line is not None
+        assert f"{found} of 3 layers" in line.note
+
+
+def test_a_kv_cache_of_a_given_size_is_left_that(copy: Copy) -> None:
+    used = 16 * GIB - int(0.9 * 16 * GIB) + 16 * GIB // 32
+    one = ledger.kv_block_bytes(WHOLE, layout_of(WHOLE), "bfloat16", 16)
+    assert len(copy(used + 7 * one + copy_bytes(), kv_blocks=7)[1]) == 1
+    assert len(copy(used + 7 * one + copy_bytes() - 1, kv_blocks=7)[1]) == 0
+    assert len(copy(used + (1 << 20) + copy_bytes(), kv_memory="1MiB")[1]) == 1
+
+
+def test_off_and_models_that_have_none(copy: Copy) -> None:
+    assert copy(expert_copies="off") == (None, set())
+    dense = msgspec.structs.replace(WHOLE, kinds=(), experts=None)
+    assert copy(model=model_of(dense)) == (None, set())
+    assert copy(model=model_of(WHOLE, torch.float32)) == (None, set())
+
+
+def test_all_asks_for_no_room(copy: Copy) -> None:
+    line, layers = copy(0, expert_copies="all")
+    assert layers == {0, 1, 2}
+    assert line is not None
+    assert "every layer" in line.note
+
+
+def test_all_is_refused_where_it_cannot_be(copy: Copy) -> None:
+    assert WHOLE.experts is not None
+    narrow = msgspec.structs.replace(
+        WHOLE, experts=msgspec.structs.replace(WHOLE.experts, ffn=compressed.COLUMNS // 2)
+    )
+    for model in (model_of(narrow), model_of(WHOLE, torch.float32)):
+        with pytest.raises(ConfigError, match="64 rows and 128 columns") as found:
+            copy(expert_copies="all", model=model)
+        assert found.value.param == "expert_copies"
+    wide = model_of(WHOLE)
+    wide.get_parameter("blocks.1.routed.down").zero_()
+    with pytest.raises(ConfigError, match="layer 1") as found:
+        copy(expert_copies="all", model=wide)
+    assert found.value.param == "expert_copies"
+    line, layers = copy(model=wide)
+    assert layers == {0, 2}
+    assert line is not None
+    assert "2 of 3 layers" in line.note
