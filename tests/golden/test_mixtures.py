@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.runner import expert_copies
 from tests.devices import MARKS, WITHOUT_CUDA, load
 from tests.golden.families import MIXTURES, VOCAB, save
 from tests.golden.on_cuda import OnCuda
@@ -92,7 +93,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     runner.close()
 
 
-@pytest.mark.skipif(WITHOUT_CUDA, reason="copies are for a card")
+@pytest.mark.skipif(bool(WITHOUT_CUDA), reason="copies are for a card")
 @pytest.mark.parametrize(
     ("name", "ffn"),
     [
@@ -101,31 +102,38 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
         ("gpt-oss", "intermediate_size"),
     ],
 )
-def test_copies_of_experts_say_what_the_experts_say(name: str, ffn: str, tmp_path: Path) -> None:
+def test_copies_of_experts_say_what_the_experts_say(
+    name: str, ffn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits of the middle token, in single tokens, chunks and whole prompts: as close to
-    transformers' float32 as without copies."""
+    transformers' float32 as without copies, whether all layers have them or one; and the start has
+    compiled all kernels."""
     model, files = save(name, tmp_path, **{"hidden_size": 128, ffn: 128})
     prompts = [[(7 * i + j) % VOCAB for j in range(40)] for i in range(5)]
     with torch.inference_mode():
         exact = [model(torch.tensor([prompt])).logits[0].float() for prompt in prompts]
     scale = max(float(logits.abs().max()) for logits in exact)
     errors = {}
-    for copies in ("off", "all"):
-        asked = SETTINGS | {"dtype": "bfloat16", "expert_copies": copies}
-        del asked["threads"]
-        made = OnCuda(load("cuda", files, **asked), 8)
-        mixture = made.runner._forward.place.buffers.mixture
-        routed = {
-            i for i, layer in enumerate(made.runner._forward.model.spec.every_layer())
-            if layer.mlp == "experts"
-        }  # fmt: skip
-        assert set(mixture.copies) == (routed if copies == "all" else set())
+    for copies in ("off", "all", "auto"):
+        given: dict[str, Any] = SETTINGS | {"dtype": "bfloat16", "expert_copies": copies}
+        del given["threads"]
+        monkeypatch.setattr(expert_copies, "_budget_bytes", lambda *_: 1)
+        monkeypatch.setattr(expert_copies, "_copy_bytes", lambda _: 1)
+        made = OnCuda(load("cuda", files, **given), 8)
+        forward = made.runner._forward
+        routed = [
+            i for i, layer in enumerate(forward.model.spec.every_layer()) if layer.mlp == "experts"
+        ]
+        wanted = {"off": routed[:0], "all": routed, "auto": routed[:1]}[copies]
+        assert sorted(forward.place.buffers.mixture.copies) == wanted
+        before = made.runner.counters()["jit_compiles"]
         for chunk in (1, 7, 40):
             off = [
                 (mine - theirs).abs().amax(1)
                 for mine, theirs in zip(made.logits(prompts, chunk), exact, strict=True)
             ]
             errors[copies, chunk] = float(torch.cat(off).median()) / scale
+        assert made.runner.counters()["jit_compiles"] == before
         made.close()
-    for chunk in (1, 7, 40):
-        assert errors["all", chunk] < max(2e-2, 1.5 * errors["off", chunk]), errors
+    for (copies, chunk), error in errors.items():
+        assert error < max(2e-2, 1.5 * errors["off", chunk]), (copies, chunk, errors)

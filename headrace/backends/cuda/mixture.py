@@ -144,7 +144,7 @@ class Mixture:
             "out": y, "with_pdl": with_pdl,
         }  # fmt: skip
         copies = self.copies.get(layer)
-        if copies is not None and plan.tile_rows <= MOST_TILE_ROWS:
+        if copies is not None and plan.tokens > 1 and plan.tile_rows <= MOST_TILE_ROWS:
             compressed_gate_up(x, copies.gate_up, plan, **up)
             return compressed_down(inner, copies.down, plan, **down)
         of_up, of_down = default_configs(plan.tile_rows)
