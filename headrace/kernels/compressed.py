@@ -31,7 +31,7 @@ EXPONENTS = 16  # that half a byte tells apart
 MOST_ESCAPES = 1 / 2000  # of all numbers: with more, reading them takes what the others gain
 _ONE = 96  # the exponent that the half byte 0 stands for while a matrix is multiplied: 2^-31
 _SAMPLED_ROWS = 32  # of a matrix, from which its base is chosen
-_AT_ONCE = 1 << 28  # numbers that are compressed at once: each takes a byte more meanwhile
+_AT_ONCE = 1 << 26  # numbers that are compressed at once: each takes a byte more meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,10 +77,12 @@ def size_bytes(numbers: int) -> int:
     return numbers * 3 // 2
 
 
-def compress(weight: Tensor, most_escapes: float = MOST_ESCAPES) -> Compressed | None:
+def compress(
+    weight: Tensor, *, paired: bool = False, most_escapes: float = MOST_ESCAPES
+) -> Compressed | None:
     """weight [E, R, K] bfloat16, contiguous -> the same numbers; None: more of them would escape.
 
-    Waits for the device.
+    paired: rows i and i + R / 2 become rows 2 i and 2 i + 1. Waits for the device.
     """
     experts, rows, columns = weight.shape
     assert weight.dtype == torch.bfloat16, f"{weight.dtype}: only bfloat16 has these bits"
@@ -96,14 +98,16 @@ def compress(weight: Tensor, most_escapes: float = MOST_ESCAPES) -> Compressed |
         escaped = torch.empty_like(weight[own], dtype=torch.uint8)
         launch(compress_kernel, (escaped.shape[0] * groups, turns),
             weight[own].view(torch.int16), bases[own], blocks[own], escaped,
-            GROUPS=groups, K=columns,
+            GROUPS=groups, K=columns, PAIRED=paired,
         )  # fmt: skip
         found.append(escaped.view(-1).nonzero()[:, 0] + first * rows * columns)
     at = torch.cat(found)
     if at.numel() > weight.numel() * most_escapes:
         return None
-    values, of_group = weight.view(-1)[at], ROWS * columns
-    group, place = at // of_group, (at % of_group).to(torch.int32)
+    row = at // columns % rows
+    source = row // 2 + row % 2 * (rows // 2) if paired else row
+    values = weight.view(-1)[at + (source - row) * columns]
+    group, place = at // (ROWS * columns), (at % (ROWS * columns)).to(torch.int32)
     counts = torch.bincount(group, minlength=experts * groups)
     rank = torch.arange(at.numel(), device=device) - (counts.cumsum(0) - counts)[group]
     slots = torch.full((experts * groups, SLOTS), -1, dtype=torch.int32, device=device)
@@ -138,15 +142,20 @@ def compress_kernel(
     escaped,
     GROUPS: tl.constexpr,
     K: tl.constexpr,
+    PAIRED: tl.constexpr,
 ) -> None:
     """Grid (matrices * groups, K / 128): a block each. weight: as int16; escaped: 1 where a number
-    does, in its place."""
+    of the rows in their new order does."""
     own, turn = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = tl.load(bases + own // GROUPS).to(tl.int32)
     row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     at = (own * 64 + row) * K + turn * 128 + column
-    first, half = _code(weight, escaped, at, base)
-    second, second_half = _code(weight, escaped, at + 64, base)
+    source = at
+    if PAIRED:
+        new = own % GROUPS * 64 + row
+        source += (new // 2 + new % 2 * (GROUPS * 32) - new) * K
+    first, half = _code(weight + source, escaped + at, base)
+    second, second_half = _code(weight + source + 64, escaped + at + 64, base)
     place = blocks + (own * (K // 128) + turn) * (3 * 64 * 64) + row * 64 + column
     tl.store(place, first.to(tl.uint8))
     tl.store(place + 64 * 64, second.to(tl.uint8))
@@ -154,12 +163,12 @@ def compress_kernel(
 
 
 @triton.jit
-def _code(weight, escaped, at, base):
+def _code(weight_at, escaped_at, base):
     """-> the bytes and half bytes of the numbers there."""
-    bits = tl.load(weight + at).to(tl.int32)
+    bits = tl.load(weight_at).to(tl.int32)
     above = ((bits >> 7) & 255) - base
     out = (above < 0) | (above > 15)
-    tl.store(escaped + at, out.to(tl.uint8))
+    tl.store(escaped_at, out.to(tl.uint8))
     return tl.where(out, 0, ((bits >> 8) & 128) | (bits & 127)), tl.where(out, 0, above)
 
 

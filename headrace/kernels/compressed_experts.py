@@ -10,10 +10,8 @@ from torch import Tensor
 
 from headrace.kernels import pdl
 from headrace.kernels.compressed import (
-    MOST_ESCAPES,
     ROWS,
     Compressed,
-    compress,
     compressed_sums,
 )
 from headrace.kernels.dispatch import Dispatch
@@ -112,13 +110,6 @@ def compressed_down_kernel(
     tl.store(out + at[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=live[:, None])
 
 
-def compress_gate_up(weight: Tensor, most_escapes: float = MOST_ESCAPES) -> Compressed | None:
-    """weight [E, 2 F, K], gate's rows first -> its rows in pairs of gate and up, compressed."""
-    experts, rows, columns = weight.shape
-    paired = weight.view(experts, 2, rows // 2, columns).transpose(1, 2)
-    return compress(paired.reshape(experts, rows, columns), most_escapes)
-
-
 def compressed_gate_up(
     x: Tensor,
     weight: Compressed,
@@ -129,7 +120,7 @@ def compressed_gate_up(
     out: Tensor,
     with_pdl: bool = False,
 ) -> Tensor:
-    """As `experts.expert_gate_up`; weight: of `compress_gate_up`. x is bfloat16."""
+    """As `experts.expert_gate_up`; weight: with its rows `paired`. x is bfloat16."""
     _, rows, k = weight.shape
     _check(x, weight, bias, plan.tokens, plan)
     check_output(out, (plan.tokens * plan.each, rows // 2))

@@ -108,7 +108,7 @@ def test_copies_of_experts_say_what_the_experts_say(
     """Logits of the middle token, in single tokens, chunks and whole prompts: as close to
     transformers' float32 as without copies, whether all layers have them or one; and the start has
     compiled all kernels."""
-    model, files = save(name, tmp_path, **{"hidden_size": 128, ffn: 128})
+    model, files = save(name, tmp_path, **{"hidden_size": 384, ffn: 128})
     prompts = [[(7 * i + j) % VOCAB for j in range(40)] for i in range(5)]
     with torch.inference_mode():
         exact = [model(torch.tensor([prompt])).logits[0].float() for prompt in prompts]

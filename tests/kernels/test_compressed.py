@@ -14,7 +14,6 @@ from headrace.backends.cuda.mixture import Mixture, copies_of
 from headrace.kernels import compressed, pdl
 from headrace.kernels.compressed import COLUMNS, ROWS, SLOTS, compress, compressible, restore
 from headrace.kernels.compressed_experts import (
-    compress_gate_up,
     compressed_down,
     compressed_gate_up,
 )
@@ -59,10 +58,14 @@ def test_every_number_there_is(experts: int, device: torch.device) -> None:
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     mixed = torch.stack([every[torch.randperm(1 << 16, generator=rng)] for _ in range(experts)])
     weight = mixed.view(experts, 4 * ROWS, 2 * COLUMNS).to(device).view(BF16)
-    made = compress(weight, ANY)
+    made = compress(weight, most_escapes=ANY)
     assert made is not None
     assert made.shape == tuple(weight.shape)
     assert torch.equal(bits(restore(made)), bits(weight))
+    paired = compress(weight, paired=True, most_escapes=ANY)
+    assert paired is not None
+    pairs = restore(paired).view(experts, 2 * ROWS, 2, 2 * COLUMNS).transpose(1, 2)
+    assert torch.equal(bits(pairs.reshape(weight.shape)), bits(weight))
 
 
 @given(data=st.data())
@@ -77,7 +80,7 @@ def test_any_spread_of_exponents(data: st.DataObject) -> None:
         torch.randn(size, generator=rng) * spread + shift
     )
     weight = weight.to(BF16).to("cuda" if CUDA else "cpu")
-    made = compress(weight, ANY)
+    made = compress(weight, most_escapes=ANY)
     assert made is not None
     assert torch.equal(bits(restore(made)), bits(weight))
 
@@ -135,7 +138,8 @@ def test_layer(tile_rows: int, limit: float, dtype: torch.dtype, device: torch.d
     logits = torch.randn(tokens, routing.experts, generator=rng).to(device)
     with_pdl = pdl.supported(device)
     route_and_dispatch(logits, routing, plan, rows=rows, spare=spare, with_pdl=with_pdl)
-    made_up, made_down = compress_gate_up(gate_up, ANY), compress(down, ANY)
+    made_up = compress(gate_up, paired=True, most_escapes=ANY)
+    made_down = compress(down, most_escapes=ANY)
     assert made_up is not None
     assert made_down is not None
     assert min(len(made_up.places), len(made_down.places)) > 0, "none is beyond the slots"

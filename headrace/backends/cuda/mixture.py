@@ -12,7 +12,6 @@ from torch import Tensor
 from headrace.kernels.compressed import Compressed, compress
 from headrace.kernels.compressed_experts import (
     MOST_TILE_ROWS,
-    compress_gate_up,
     compressed_down,
     compressed_gate_up,
 )
@@ -69,7 +68,7 @@ def copies_of(mlp: RoutedMlp) -> ExpertCopies | None:
     """None: too many of its numbers would escape (see `kernels.compressed`). Waits for the device.
     Needs: bfloat16 matrices that are `compressible`."""
     total, ffn, hidden = mlp.spec.total, mlp.spec.ffn, mlp.gate_up.shape[1]
-    gate_up = compress_gate_up(mlp.gate_up.view(total, 2 * ffn, hidden))
+    gate_up = compress(mlp.gate_up.view(total, 2 * ffn, hidden), paired=True)
     down = compress(mlp.down.view(total, hidden, ffn)) if gate_up is not None else None
     return None if gate_up is None or down is None else ExpertCopies(gate_up, down)
 
