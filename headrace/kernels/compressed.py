@@ -4,7 +4,8 @@ Numbers of a matrix, trained or drawn, have few of the 256 exponents of a bfloat
 normal distribution all but one in ten thousand have 16 that are neighbours. So a number is a byte,
 its sign and the 7 bits of its mantissa, and half a byte, its exponent above the matrix's `base`.
 Numbers of other exponents escape: their places and values are listed, and in their places stands
-2^base, which whoever multiplies takes off again. (Codes of varying length need less, but more to
+the power of two that has the exponent `base`, which whoever multiplies takes off again. Exponents
+are meant as they are stored: 127 is that of 1. (Codes of varying length need less, but more to
 read: https://arxiv.org/abs/2504.11651. These are undone while a kernel waits for the memory.)
 
 A matrix lies in blocks of 64 rows and 128 columns, one after another in the order in which they are
@@ -25,12 +26,13 @@ from headrace.kernels import pdl
 from headrace.kernels.launch import launch
 
 ROWS, COLUMNS = 64, 128  # of a block
-PART = ROWS * COLUMNS // 2  # bytes
 SLOTS = 16  # escapes of a group of ROWS rows that are found without a search
 EXPONENTS = 16  # that half a byte tells apart
 MOST_ESCAPES = 1 / 2000  # of all numbers: with more, reading them takes what the others gain
+_UNEVEN = 4  # times that share of one group's: 16, a search, for each block that is read
+_BIAS = 127  # of exponents as they are stored, here as in float32
 _ONE = 96  # the exponent that the half byte 0 stands for while a matrix is multiplied: 2^-31
-_SAMPLED_ROWS = 32  # of a matrix, from which its base is chosen
+_SAMPLED_ROWS = 32  # about so many of a matrix, from which its base is chosen
 _AT_ONCE = 1 << 26  # numbers that are compressed at once: each takes a byte more meanwhile
 
 
@@ -73,16 +75,18 @@ def compressible(rows: int, columns: int) -> bool:
 
 
 def size_bytes(numbers: int) -> int:
-    """Of so many numbers, compressed, but for escapes and scales, less than a hundredth of it."""
+    """Of so many numbers, compressed; escapes and scales add about a hundredth at most."""
     return numbers * 3 // 2
 
 
 def compress(
     weight: Tensor, *, paired: bool = False, most_escapes: float = MOST_ESCAPES
 ) -> Compressed | None:
-    """weight [E, R, K] bfloat16, contiguous -> the same numbers; None: more of them would escape.
+    """weight [E, R, K] bfloat16, contiguous -> the same numbers; None: more than `most_escapes` of
+    all, or _UNEVEN times as many of one group's, would escape.
 
-    paired: rows i and i + R / 2 become rows 2 i and 2 i + 1. Waits for the device.
+    paired: rows i and i + R / 2 become rows 2 i and 2 i + 1. Waits for the device. Raises
+    torch.OutOfMemoryError.
     """
     experts, rows, columns = weight.shape
     assert weight.dtype == torch.bfloat16, f"{weight.dtype}: only bfloat16 has these bits"
@@ -92,7 +96,7 @@ def compress(
     shape = (experts, groups, turns, 3, ROWS, COLUMNS // 2)
     blocks = torch.empty(shape, dtype=torch.uint8, device=device)
     bases, at_once = _bases(weight), max(1, _AT_ONCE // (rows * columns))
-    found = []
+    found, left = [], int(weight.numel() * most_escapes)
     for first in range(0, experts, at_once):
         own = slice(first, first + at_once)
         escaped = torch.empty_like(weight[own], dtype=torch.uint8)
@@ -100,15 +104,18 @@ def compress(
             weight[own].view(torch.int16), bases[own], blocks[own], escaped,
             GROUPS=groups, K=columns, PAIRED=paired,
         )  # fmt: skip
+        left -= int(escaped.sum())
+        if left < 0:  # before each place takes eight bytes
+            return None
         found.append(escaped.view(-1).nonzero()[:, 0] + first * rows * columns)
     at = torch.cat(found)
-    if at.numel() > weight.numel() * most_escapes:
-        return None
-    row = at // columns % rows
+    row, of_group = at // columns % rows, ROWS * columns
     source = row // 2 + row % 2 * (rows // 2) if paired else row
     values = weight.view(-1)[at + (source - row) * columns]
-    group, place = at // (ROWS * columns), (at % (ROWS * columns)).to(torch.int32)
+    group, place = at // of_group, (at % of_group).to(torch.int32)
     counts = torch.bincount(group, minlength=experts * groups)
+    if int(counts.max()) > of_group * most_escapes * _UNEVEN:
+        return None
     rank = torch.arange(at.numel(), device=device) - (counts.cumsum(0) - counts)[group]
     slots = torch.full((experts * groups, SLOTS), -1, dtype=torch.int32, device=device)
     slot_values = torch.zeros((experts * groups, SLOTS), dtype=weight.dtype, device=device)
@@ -117,13 +124,13 @@ def compress(
     slot_values[group[early], rank[early]] = values[early]
     starts = torch.zeros(experts * groups + 1, dtype=torch.int32, device=device)
     starts[1:] = (counts - SLOTS).clamp(min=0).cumsum(0)
-    scales = torch.exp2((bases - _ONE).float())
+    scales = ((bases - _ONE + _BIAS) << 23).to(torch.int32).view(torch.float32)  # exact
     return Compressed(blocks, scales, slots, slot_values, starts, place[~early], values[~early])
 
 
 def _bases(weight: Tensor) -> Tensor:
-    """[E] int64: the least of the 16 exponents that most of some rows of each matrix have; from 1,
-    for exponent 0 is that of zero."""
+    """[E] int64: the least of the 16 exponents that most of some rows of each matrix have. From 1,
+    for 0 is that of zero; to 208, so that every scale is a float32."""
     experts, rows, _ = weight.shape
     sampled = weight[:, :: max(1, rows // _SAMPLED_ROWS)].reshape(experts, -1).view(torch.int16)
     offset = torch.arange(experts, device=weight.device)[:, None] * 256
@@ -173,11 +180,11 @@ def _code(weight_at, escaped_at, base):
 
 
 def restore(compressed: Compressed) -> Tensor:
-    """[E, R, K] bfloat16: the matrices, bit for bit."""
+    """[E, R, K] bfloat16: the matrices, bit for bit. The plain reference."""
     experts, rows, columns = compressed.shape
     blocks = compressed.blocks.to(torch.int32)
     above = torch.stack([blocks[:, :, :, 2] & 15, blocks[:, :, :, 2] >> 4], dim=3)
-    bases = compressed.scales.log2().int() + _ONE
+    bases = (compressed.scales.view(torch.int32) >> 23) - _BIAS + _ONE
     exponents = above + bases.view(-1, 1, 1, 1, 1, 1)
     low = blocks[:, :, :, :2]
     bits = ((low & 128) << 8) | (exponents << 7) | (low & 127)

@@ -1,5 +1,6 @@
 """The two products of `experts` for tiles of few rows, from compressed matrices: three quarters of
-the bytes, the same numbers. The order of a sum is another, so results agree to rounding."""
+the bytes, the same numbers. The order of a sum is another, so results agree to rounding. Plain
+reference: `experts.experts_reference`."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def compressed_gate_up(
     out: Tensor,
     with_pdl: bool = False,
 ) -> Tensor:
-    """As `experts.expert_gate_up`; weight: with its rows `paired`. x is bfloat16."""
+    """As `experts.expert_gate_up`; weight: with its rows `paired`. x is bfloat16 or float32."""
     _, rows, k = weight.shape
     _check(x, weight, bias, plan.tokens, plan)
     check_output(out, (plan.tokens * plan.each, rows // 2))
@@ -142,7 +143,7 @@ def compressed_down(
     out: Tensor,
     with_pdl: bool = False,
 ) -> Tensor:
-    """As `experts.expert_down`; weight: of `compressed.compress`. x is bfloat16."""
+    """As `experts.expert_down`; weight: of `compressed.compress`. x is bfloat16 or float32."""
     _, n, k = weight.shape
     _check(x, weight, bias, plan.tokens * plan.each, plan)
     check_output(out, (plan.tokens * plan.each, n))

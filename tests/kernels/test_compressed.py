@@ -19,6 +19,7 @@ from headrace.kernels.compressed_experts import (
 )
 from headrace.kernels.dispatch import DispatchScratch, route_and_dispatch
 from headrace.kernels.experts import combine, experts_reference
+from headrace.kernels.launch import launch
 from headrace.kernels.product import Workspace
 from headrace.kernels.router import Routing
 from headrace.models.routed import RoutedMlp
@@ -44,16 +45,21 @@ SPEC = ModelSpec(
     kinds=(LayerSpec(mlp="experts"),) * 2,
     experts=Experts(count=2, chosen=2, ffn=COLUMNS),
 )
-DTYPES = [BF16, torch.float32] if CUDA else [torch.float32]  # the interpreter's dot has no bfloat16
+DTYPES = [BF16, torch.float32]
 
 
 def bits(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(torch.int16)
 
 
+@pytest.mark.parametrize("at_once", [1, 2 << 16, 1 << 28])
 @pytest.mark.parametrize("experts", [1, 3])
-def test_every_number_there_is(experts: int, device: torch.device) -> None:
-    """All 65536, NaN, infinities, zeros and the least of all among them."""
+def test_every_number_there_is(
+    experts: int, at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 65536, NaN, infinities, zeros and the least of all among them, in slices of one matrix or
+    more."""
+    monkeypatch.setattr(compressed, "_AT_ONCE", at_once)
     rng = torch.Generator().manual_seed(experts)
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     mixed = torch.stack([every[torch.randperm(1 << 16, generator=rng)] for _ in range(experts)])
@@ -103,6 +109,41 @@ def test_too_many_escapes(device: torch.device) -> None:
     assert compress(weight) is not None
     weight.view(-1)[most] = 0.0
     assert compress(weight) is None
+
+
+def test_gives_up_at_the_first_slice_that_has_too_many(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places take eight times the bytes of what they are places in."""
+    launched: list[Any] = []
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(compressed, "_AT_ONCE", ROWS * COLUMNS)
+    monkeypatch.setattr(compressed, "launch", noted)
+    weight = torch.zeros(3, ROWS, COLUMNS, dtype=BF16, device=device)
+    assert compress(weight) is None
+    assert len(launched) == 1
+
+
+def test_too_many_escapes_of_one_group(device: torch.device) -> None:
+    """Few of all, but one program would look for them long after the others have ended."""
+    weight = torch.ones(2, 16 * ROWS, 4 * COLUMNS, dtype=BF16, device=device)
+    most = math.floor(4 * ROWS * 4 * COLUMNS * compressed.MOST_ESCAPES)
+    weight[1, 70].view(-1)[:most] = 0.0
+    assert compress(weight) is not None
+    weight[1, 70].view(-1)[most] = 0.0
+    assert compress(weight) is None
+
+
+def test_gate_and_up_have_one_base(device: torch.device) -> None:
+    """It suits both, though up's numbers are four times as large."""
+    rng = torch.Generator().manual_seed(5)
+    weight = torch.randn(2, 8 * ROWS, 4 * COLUMNS, generator=rng) * 0.02
+    weight[:, 4 * ROWS :] *= 4
+    assert compress(weight.to(BF16).to(device), paired=True) is not None
 
 
 def test_shapes() -> None:
@@ -158,6 +199,40 @@ def test_layer(tile_rows: int, limit: float, dtype: torch.dtype, device: torch.d
     combine(y, plan, out=out, **options)
     assert_close(out[:spare], reference[:spare], dtype)
     assert not out[spare].any(), "padding gets nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("exponent", [-126, 0, 81, 107])
+def test_ends_of_the_range(exponent: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Numbers of 20 exponents from this one on: more than a base has, from the least base to the
+    largest and beyond. What is infinite or NaN is so for its own row of the matrix alone."""
+    tokens, routing = 3, Routing(2, 2)
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(2 * tokens, COLUMNS, generator=rng) * 2.0 ** -(exponent // 2)
+    x = x.to(dtype).to(device)
+    size = (2, ROWS, COLUMNS)
+    sizes = torch.exp2(torch.randint(exponent, exponent + 20, size, generator=rng).double())
+    weight = (torch.rand(size, generator=rng) + 1) * sizes * torch.randn(size, generator=rng).sign()
+    weight = weight.to(BF16).to(device)
+    weight[0, 3, 5], weight[1, 40, 7] = torch.inf, torch.nan
+    made = compress(weight, most_escapes=ANY)
+    assert made is not None
+    assert torch.equal(bits(restore(made)), bits(weight))
+    assert torch.equal(made.scales, made.scales.log2().round().exp2()), "powers of two"
+    plan = DispatchScratch(tokens, routing, device).of(tokens, 16)
+    logits = torch.randn(tokens, 2, generator=rng).to(device)
+    rows = torch.arange(tokens, dtype=torch.int32, device=device)
+    with_pdl = pdl.supported(device)
+    route_and_dispatch(logits, routing, plan, rows=rows, spare=tokens, with_pdl=with_pdl)
+    y = torch.full((2 * tokens, ROWS), torch.nan, dtype=dtype, device=device)
+    compressed_down(x, made, plan, out=y, with_pdl=with_pdl)
+    experts = plan.experts.view(-1).long()
+    exact = torch.einsum("ank,ak->an", weight[experts].double(), x.double())
+    broken = ~exact.isfinite()
+    assert torch.equal(broken, ~y.isfinite())
+    assert torch.equal(y[broken].isnan(), exact[broken].isnan())
+    assert_close(y.where(~broken, 0.0), exact.where(~broken, 0.0), dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
