@@ -162,8 +162,8 @@ HELP: Mapping[str, str] = {
     "cuda_graphs": "cuda backend: steps of usual sizes are replayed as graphs; off: kernel by "
     "kernel, to see what graphs are worth",
     "expert_copies": "cuda backend, bfloat16 mixtures: the experts once more, exactly, in 12 bits "
-    "a number, which steps of few tokens read instead; auto: of as many layers as there is memory "
-    "for beside a KV cache of fair size; all: of every layer, or no start",
+    "a number, for steps of few tokens; auto: of as many layers as a KV cache of fair size leaves "
+    "memory for, none where --kv-blocks or --kv-memory sizes it; all: of every layer, or no start",
     "gpu_memory_utilization": "share of the GPU's memory to use for everything; --kv-blocks or "
     "--kv-memory size the KV cache instead",
     "prefix_caching": "reuse the KV of equal prompt prefixes",
@@ -233,8 +233,7 @@ HELP: Mapping[str, str] = {
     "requests and their stages; needs the extra `tracing`",
     "trace_ratio": "how many of the traces that begin here are recorded, 0 to 1; those that a "
     "caller began are recorded if it says so",
-    "telemetry_s": "seconds between two readings of processes, machine and GPU for /metrics; 0 = "
-    "none",
+    "telemetry_s": "seconds between readings of processes, machine and GPU for /metrics; 0 = none",
     "log_level": "least severe message that is printed",
     "fake_step_ms": "fake backend: modelled time of one step in milliseconds",
     "fake_device": "fake backend: a device of `headrace sim`, by name or file; steps take its time "

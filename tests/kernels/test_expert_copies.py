@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from headrace.backends.cuda.device import Card
-from headrace.backends.cuda.mixture import Mixture
+from headrace.backends.cuda.mixture import ExpertCopies, Mixture, copies_of
 from headrace.config import Settings
 from headrace.errors import ConfigError
 from headrace.kernels import compressed
 from headrace.models.kv_layout import layout_of
 from headrace.models.layers import Decoder
 from headrace.models.registry import module_of
+from headrace.models.routed import RoutedMlp
 from headrace.models.spec import ModelSpec
-from headrace.runner import ledger
+from headrace.runner import expert_copies, ledger
 from headrace.runner.expert_copies import FAIR_SEQUENCES, FAIR_TOKENS, copy_experts
 from tests.kernels.test_compressed import SPEC
 
@@ -89,12 +90,51 @@ def test_as_many_as_a_fair_kv_cache_leaves(copy: Copy, room: int) -> None:
         assert f"{found} of 3 layers" in line.note
 
 
-def test_a_kv_cache_of_a_given_size_is_left_that(copy: Copy) -> None:
+@pytest.mark.parametrize("sized", [{"kv_blocks": 7}, {"kv_memory": "1MiB"}], ids=str)
+def test_beside_a_kv_cache_that_is_sized_by_hand_nothing_is_taken(
+    copy: Copy, sized: dict[str, object]
+) -> None:
+    """`headrace up` puts replicas on one card by that: the rest of it is theirs."""
+    line, layers = copy(**sized)
+    assert layers == set()
+    assert line is not None
+    assert line.size_bytes == 0
+    assert "0 of 3 layers" in line.note
+    assert "sized by hand" in line.note
+    assert copy(expert_copies="all", **sized)[1] == {0, 1, 2}
+
+
+def test_a_layer_without_copies_takes_nothing_of_the_room(copy: Copy) -> None:
     used = 16 * GIB - int(0.9 * 16 * GIB) + 16 * GIB // 32
-    one = ledger.kv_block_bytes(WHOLE, layout_of(WHOLE), "bfloat16", 16)
-    assert len(copy(used + 7 * one + copy_bytes(), kv_blocks=7)[1]) == 1
-    assert len(copy(used + 7 * one + copy_bytes() - 1, kv_blocks=7)[1]) == 0
-    assert len(copy(used + (1 << 20) + copy_bytes(), kv_memory="1MiB")[1]) == 1
+    wide = model_of(WHOLE)
+    wide.get_parameter("blocks.1.routed.down").zero_()
+    line, layers = copy(used + fair_bytes() + 2 * copy_bytes(), model=wide)
+    assert layers == {0, 2}
+    assert line is not None
+    assert "exponents of 1 are spread too far" in line.note
+
+
+def test_memory_that_ran_out_ends_what_was_asked_for_alone(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever said `auto` has asked for a server, not for copies."""
+    made: list[object] = []
+
+    def second_fails(mlp: RoutedMlp) -> ExpertCopies | None:
+        made.append(mlp)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+        return copies_of(mlp)
+
+    monkeypatch.setattr(expert_copies, "copies_of", second_fails)
+    line, layers = copy()
+    assert layers == {0}
+    assert line is not None
+    assert "no memory for those of layer 1" in line.note
+    made.clear()
+    with pytest.raises(ConfigError, match="layer 1: tried to allocate 3 GiB") as found:
+        copy(expert_copies="all")
+    assert found.value.param == "expert_copies"
 
 
 def test_off_and_models_that_have_none(copy: Copy) -> None:

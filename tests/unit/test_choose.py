@@ -221,6 +221,8 @@ def test_settling_names_the_backend_and_leaves_the_rest(monkeypatch: pytest.Monk
         ("fake", {"threads": 2}),
         ("fake", {"cpu_kernels": "torch"}),
         ("fake", {"cpu_precision": "exact"}),
+        ("fake", {"expert_copies": "all"}),
+        ("cpu", {"expert_copies": "off"}),
         ("cuda", {"threads": 2}),
         ("cpu", {"itl_target_ms": "30"}),
         ("fake", {"itl_target_ms": "0.5"}),
