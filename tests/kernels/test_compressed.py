@@ -219,7 +219,7 @@ def test_ends_of_the_range(exponent: int, dtype: torch.dtype, device: torch.devi
     made = compress(weight, most_escapes=ANY)
     assert made is not None
     assert torch.equal(bits(restore(made)), bits(weight))
-    assert torch.equal(made.scales, made.scales.log2().round().exp2()), "powers of two"
+    assert not (made.scales.view(torch.int32) & 0x7FFFFF).any(), "powers of two"
     plan = DispatchScratch(tokens, routing, device).of(tokens, 16)
     logits = torch.randn(tokens, 2, generator=rng).to(device)
     rows = torch.arange(tokens, dtype=torch.int32, device=device)
