@@ -32,8 +32,10 @@ MOST_ESCAPES = 1 / 2000  # of all numbers: with more, reading them takes what th
 _UNEVEN = 4  # times that share of one group's: 16, a search, for each block that is read
 _BIAS = 127  # of exponents as they are stored, here as in float32
 _ONE = 96  # the exponent that the half byte 0 stands for while a matrix is multiplied: 2^-31
-_SAMPLED_ROWS = 32  # about so many of a matrix, from which its base is chosen
-_AT_ONCE = 1 << 26  # numbers that are compressed at once: each takes a byte more meanwhile
+_SAMPLED_ROWS = 16  # about so many of a matrix, from which its base is chosen
+# Numbers that are compressed at once. What is taken for them meanwhile, a byte each, is far smaller
+# than what stays: else that would be cut from it, and holes would be left in the memory.
+_AT_ONCE = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,10 +106,10 @@ def compress(
             weight[own].view(torch.int16), bases[own], blocks[own], escaped,
             GROUPS=groups, K=columns, PAIRED=paired,
         )  # fmt: skip
-        left -= int(escaped.sum())
-        if left < 0:  # before each place takes eight bytes
-            return None
         found.append(escaped.view(-1).nonzero()[:, 0] + first * rows * columns)
+        left -= found[-1].numel()
+        if left < 0:  # before all places, eight bytes each, fill the memory
+            return None
     at = torch.cat(found)
     row, of_group = at // columns % rows, ROWS * columns
     source = row // 2 + row % 2 * (rows // 2) if paired else row
@@ -133,10 +135,10 @@ def _bases(weight: Tensor) -> Tensor:
     for 0 is that of zero; to 208, so that every scale is a float32."""
     experts, rows, _ = weight.shape
     sampled = weight[:, :: max(1, rows // _SAMPLED_ROWS)].reshape(experts, -1).view(torch.int16)
-    offset = torch.arange(experts, device=weight.device)[:, None] * 256
     exponents = ((sampled >> 7) & 255).long()
-    counts = torch.bincount((exponents + offset).view(-1), minlength=experts * 256)
-    below = counts.view(experts, 256).cumsum(1)
+    counts = torch.zeros((experts, 256), dtype=torch.int32, device=weight.device)
+    counts.scatter_add_(1, exponents, counts.new_ones(1).expand_as(exponents))
+    below = counts.cumsum(1)
     held = below[:, EXPONENTS:224] - below[:, : 224 - EXPONENTS]  # of bases 1, 2, ...
     return held.argmax(1) + 1
 
