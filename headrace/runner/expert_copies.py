@@ -24,8 +24,7 @@ from headrace.models.routed import RoutedBlock, RoutedMlp
 from headrace.runner import ledger
 from headrace.runner.phase import Report, phase
 
-FAIR_TOKENS = 768  # of KV for each sequence that may run
-FAIR_SEQUENCES = 4  # of the greatest length, if that is more
+FAIR_TOKENS = 768  # of KV for each sequence that may run; if that is less, one of the longest
 _HEADROOM = 1 / 32  # of the card: activations, graphs and fragments
 
 
@@ -130,5 +129,5 @@ def _kv_bytes(settings: Settings, model: Decoder, longest: int) -> int:
     name = str(model.dtype).removeprefix("torch.")
     one = ledger.kv_block_bytes(spec, layout, name, size)
     of_all = settings.max_num_seqs * most_held(layout.windows, size, FAIR_TOKENS // size + 1)
-    of_long = FAIR_SEQUENCES * most_held(layout.windows, size, longest // size + 1)
-    return max(of_all, of_long) * one
+    of_longest = most_held(layout.windows, size, longest // size + 1)
+    return max(of_all, of_longest) * one

@@ -19,7 +19,7 @@ from headrace.models.registry import module_of
 from headrace.models.routed import RoutedMlp
 from headrace.models.spec import ModelSpec
 from headrace.runner import expert_copies, ledger
-from headrace.runner.expert_copies import FAIR_SEQUENCES, FAIR_TOKENS, copy_experts
+from headrace.runner.expert_copies import FAIR_TOKENS, copy_experts
 from tests.kernels.test_compressed import SPEC
 
 CARD = Card("a card", 0, 4, (9, 0))
@@ -43,7 +43,10 @@ def copy(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Copy:
     """copy_experts on a card of 16 GiB of which so much is free -> its line, and which layers."""
 
     def copied(
-        free: int = 12 * GIB, model: Decoder | None = None, **given: object
+        free: int = 12 * GIB,
+        model: Decoder | None = None,
+        longest: int = LONGEST,
+        **given: object,
     ) -> tuple[ledger.Line | None, set[int]]:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 16 * GIB))
         settings = msgspec.convert(
@@ -53,7 +56,7 @@ def copy(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Copy:
         experts = model.spec.experts
         mixture = None if experts is None else Mixture(model.spec, 8, model.dtype, device)
         line = copy_experts(
-            settings, model.to(device), mixture, LONGEST, CARD, lambda what, took_s: None
+            settings, model.to(device), mixture, longest, CARD, lambda what, took_s: None
         )
         return line, set() if mixture is None else set(mixture.copies)
 
@@ -66,10 +69,9 @@ def copy_bytes(spec: ModelSpec = WHOLE) -> int:
     return compressed.size_bytes(spec.experts.total * 3 * spec.hidden * spec.experts.ffn)
 
 
-def fair_bytes() -> int:
+def fair_bytes(longest: int) -> int:
     one = ledger.kv_block_bytes(WHOLE, layout_of(WHOLE), "bfloat16", 16)
-    of_all, of_long = 8 * (FAIR_TOKENS // 16 + 1), FAIR_SEQUENCES * (LONGEST // 16 + 1)
-    return one * max(of_all, of_long)
+    return one * max(8 * (FAIR_TOKENS // 16 + 1), longest // 16 + 1)
 
 
 def test_all_where_there_is_room(copy: Copy) -> None:
@@ -80,11 +82,14 @@ def test_all_where_there_is_room(copy: Copy) -> None:
     assert "3 of 3 layers" in line.note
 
 
+@pytest.mark.parametrize("longest", [LONGEST, 4 * LONGEST], ids=["all", "longest"])
 @pytest.mark.parametrize("room", range(LAYERS + 1))
-def test_as_many_as_a_fair_kv_cache_leaves(copy: Copy, room: int) -> None:
+def test_as_many_as_a_fair_kv_cache_leaves(copy: Copy, room: int, longest: int) -> None:
+    """It is one for all that run, or for the longest sequence."""
     used = 16 * GIB - int(0.9 * 16 * GIB) + 16 * GIB // 32
     for spare, found in ((0, room), (-1, max(0, room - 1))):
-        line, layers = copy(used + fair_bytes() + room * copy_bytes() + spare)
+        free = used + fair_bytes(longest) + room * copy_bytes() + spare
+        line, layers = copy(free, longest=longest)
         assert layers == set(range(found))
         assert line is not None
         assert f"{found} of 3 layers" in line.note
@@ -108,7 +113,7 @@ def test_a_layer_without_copies_takes_nothing_of_the_room(copy: Copy) -> None:
     used = 16 * GIB - int(0.9 * 16 * GIB) + 16 * GIB // 32
     wide = model_of(WHOLE)
     wide.get_parameter("blocks.1.routed.down").zero_()
-    line, layers = copy(used + fair_bytes() + 2 * copy_bytes(), model=wide)
+    line, layers = copy(used + fair_bytes(LONGEST) + 2 * copy_bytes(), model=wide)
     assert layers == {0, 2}
     assert line is not None
     assert "exponents of 1 are spread too far" in line.note
