@@ -200,31 +200,26 @@ def restore(compressed: Compressed) -> Tensor:
     return weight.view(experts, rows, columns)
 
 
-# One 32-bit register holds four bytes: of `first`, of `second`, and of their half bytes. Each byte
-# is put twice into 16 bits, of which sign and mantissa are kept; the half byte goes between them.
-_UNPACK = tl.constexpr("""
-{
-.reg .b32 byte, half, pair;
-prmt.b32 pair, $6, 0, 0x4140;
-prmt.b32 byte, $4, 0, 0x1100;
-shl.b32 half, pair, 7;
+def _two(source: str, bytes_of: str, shift: int, out: str) -> str:
+    """Assembly that makes two numbers: their bytes, each twice in 16 bits, keep sign and mantissa,
+    and the half bytes, of the two in `pair`, go between these."""
+    return f"""prmt.b32 byte, {source}, 0, {bytes_of};
+shl.b32 half, pair, {shift};
 lop3.b32 half, half, 0x07800780, 0x30003000, 0xEA;
-lop3.b32 $0, byte, 0x807F807F, half, 0xEA;
-prmt.b32 byte, $5, 0, 0x1100;
-shl.b32 half, pair, 3;
-lop3.b32 half, half, 0x07800780, 0x30003000, 0xEA;
-lop3.b32 $2, byte, 0x807F807F, half, 0xEA;
-prmt.b32 pair, $6, 0, 0x4342;
-prmt.b32 byte, $4, 0, 0x3322;
-shl.b32 half, pair, 7;
-lop3.b32 half, half, 0x07800780, 0x30003000, 0xEA;
-lop3.b32 $1, byte, 0x807F807F, half, 0xEA;
-prmt.b32 byte, $5, 0, 0x3322;
-shl.b32 half, pair, 3;
-lop3.b32 half, half, 0x07800780, 0x30003000, 0xEA;
-lop3.b32 $3, byte, 0x807F807F, half, 0xEA;
-}
-""")
+lop3.b32 {out}, byte, 0x807F807F, half, 0xEA;
+"""
+
+
+# A 32-bit register holds four bytes: $4 of `first`, $5 of `second`, $6 their half bytes.
+_UNPACK = tl.constexpr(
+    "\n{\n.reg .b32 byte, half, pair;\nprmt.b32 pair, $6, 0, 0x4140;\n"
+    + _two("$4", "0x1100", 7, "$0")
+    + _two("$5", "0x1100", 3, "$2")
+    + "prmt.b32 pair, $6, 0, 0x4342;\n"
+    + _two("$4", "0x3322", 7, "$1")
+    + _two("$5", "0x3322", 3, "$3")
+    + "}\n"
+)
 _BY_WORDS = tl.constexpr(not pdl.INTERPRETED)  # the interpreter knows no assembly
 
 
@@ -304,7 +299,7 @@ def compressed_sums(
 
 @triton.jit
 def _escapes(acc, x_at, live, place, value, scale, row, K: tl.constexpr):
-    """acc, with the numbers at these places in place of 2^base."""
+    """acc, with the numbers at these places instead of the power of two that stands there."""
     there = place >= 0
     column = tl.where(there, place % K, 0)
     x = tl.load(x_at[:, None] + column[None, :], mask=live[:, None], other=0.0)

@@ -10,11 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels import pdl
-from headrace.kernels.compressed import (
-    ROWS,
-    Compressed,
-    compressed_sums,
-)
+from headrace.kernels.compressed import ROWS, Compressed, compressed_sums
 from headrace.kernels.dispatch import Dispatch
 from headrace.kernels.experts import SWIGLU_ALPHA, check_experts, gated, tile_of
 from headrace.kernels.launch import launch

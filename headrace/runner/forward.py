@@ -262,7 +262,7 @@ class Forward:
 
     def _each_kind(self) -> list[nn.Module]:
         """Blocks that launch whatever all do: the first of each kind, for the matrices of a kind
-        have one shape, and the last."""
+        have one shape, with copies of its experts and without, and the last."""
         mixture = self.place.buffers.mixture
         copied = {} if mixture is None else mixture.copies
         kinds = {

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.compressed import Compressed, compress
-from headrace.kernels.compressed_experts import (
-    MOST_TILE_ROWS,
-    compressed_down,
-    compressed_gate_up,
-)
+from headrace.kernels.compressed_experts import MOST_TILE_ROWS, compressed_down, compressed_gate_up
 from headrace.kernels.dispatch import Dispatch, DispatchScratch, route_and_dispatch
 from headrace.kernels.experts import (
     combine,
@@ -69,8 +65,10 @@ def copies_of(mlp: RoutedMlp) -> ExpertCopies | None:
     Needs: bfloat16 matrices that are `compressible`."""
     total, ffn, hidden = mlp.spec.total, mlp.spec.ffn, mlp.gate_up.shape[1]
     gate_up = compress(mlp.gate_up.view(total, 2 * ffn, hidden), paired=True)
-    down = compress(mlp.down.view(total, hidden, ffn)) if gate_up is not None else None
-    return None if gate_up is None or down is None else ExpertCopies(gate_up, down)
+    if gate_up is None:
+        return None
+    down = compress(mlp.down.view(total, hidden, ffn))
+    return None if down is None else ExpertCopies(gate_up, down)
 
 
 class Mixture:
